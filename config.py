@@ -206,12 +206,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     # SmolLM2-135M-Instruct learns to add two numbers: the quickstart. Needs no hub.
     "smollm2": dict(
-        model_path="smollm2", train_data=CHAIN_SUM + "2",
-        instruction=" Answer with just the number.", train_max_samples=4096, val_max_samples=200,
-        max_prompt_length=96, max_response_length=12, train_batch_size=64, ppo_mini_batch_size=16,
-        total_training_steps=25, ppo_max_token_len_per_gpu=2048, lr=1e-5, critic_lr=5e-5,
-        entropy_coeff=0.0, gradient_checkpointing=False, max_num_seqs=64,
-        gpu_memory_utilization=0.3, enforce_eager=True,
+        model_path="smollm2", train_data=CHAIN_SUM + "1", instruction=" Answer with just the number.",
+        train_max_samples=4096, val_max_samples=128, max_prompt_length=96, max_response_length=12,
+        train_batch_size=32, ppo_mini_batch_size=16, total_training_steps=15, test_freq=0,
+        ppo_max_token_len_per_gpu=2048, lr=2e-5, critic_lr=1e-4, entropy_coeff=0.0,
+        gradient_checkpointing=False, max_num_seqs=64, gpu_memory_utilization=0.3,
+        free_cache_engine=False,
     ),
     # Seconds a step: a random model made by the code, one token a character. To read along.
     "tiny": dict(
@@ -219,7 +219,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         train_max_samples=512, val_max_samples=64, max_prompt_length=112, max_response_length=8,
         train_batch_size=32, ppo_mini_batch_size=16, total_training_steps=10,
         ppo_max_token_len_per_gpu=2048, lr=1e-3, critic_lr=1e-3, max_num_seqs=64,
-        gpu_memory_utilization=0.2, enforce_eager=True, log_prob_fraction=1.0,
+        gpu_memory_utilization=0.2, free_cache_engine=False, log_prob_fraction=1.0,
     ),
 }
 

@@ -22,7 +22,7 @@ tokens, closed by a dummy segment up to a multiple of 4.
 This module knows neither torch.distributed nor the engine nor the losses.
 """
 
-import difflib
+import csv
 import inspect
 import itertools
 import json
@@ -33,17 +33,18 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import urllib.parse
 from collections import Counter
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any, Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
 
 def _require(condition: object, message: str) -> None:
     """Refuses what a user set or gave: the message is one sentence with both numbers."""
@@ -138,10 +139,8 @@ def collate(rollouts: Sequence[Rollout]) -> Batch:
     masks = [r.response_mask or [True] * len(r.response_ids) for r in rollouts]
     # A score of 0.0 is a score: ask for None, never for truth.
     scores = [math.nan if r.score is None else float(r.score) for r in rollouts]
-    log_probs = None
-    if any(r.log_probs is not None for r in rollouts):
-        known = [[math.nan if x is None else x for x in r.log_probs or []] for r in rollouts]
-        log_probs = _pad(known, math.nan, torch.float32, width=max(map(len, response_ids)))
+    known = [[math.nan if x is None else x for x in r.log_probs or []] for r in rollouts]
+    log_probs = _pad(known, math.nan, torch.float32, width=max(map(len, response_ids)))
     return Batch(
         prompts=_pad(prompt_ids, 0, torch.int64),
         prompt_lengths=torch.tensor([len(ids) for ids in prompt_ids]),
@@ -151,19 +150,17 @@ def collate(rollouts: Sequence[Rollout]) -> Batch:
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]),
         group_ids=torch.tensor(_group_ids(rollouts)),
         scores=torch.tensor(scores, dtype=torch.float32),
-        rollout_log_probs=log_probs,
+        rollout_log_probs=log_probs if any(r.log_probs is not None for r in rollouts) else None,
     )
 
 
-def _check_rollout(rollout: Rollout) -> None:
-    where = f"prompt {rollout.prompt.index}, sample {rollout.sample}"
-    known = rollout.finish_reason in ("stop", "length")
-    _require(known, f"{where}: finish_reason {rollout.finish_reason!r} is not stop or length")
+def _check_rollout(r: Rollout) -> None:
+    where = f"prompt {r.prompt.index}, sample {r.sample}"
+    _require(r.finish_reason in ("stop", "length"), f"{where}: finish_reason {r.finish_reason}?")
     # Without a prompt token no hidden state would predict the first response token.
-    _require(rollout.prompt.ids, f"{where}: the prompt has 0 tokens, it needs at least 1")
-    wanted = len(rollout.response_ids)
-    per_token = {"log_probs": rollout.log_probs, "response_mask": rollout.response_mask}
-    for name, values in per_token.items():
+    _require(r.prompt.ids, f"{where}: the prompt has 0 tokens, it needs at least 1")
+    wanted = len(r.response_ids)
+    for name, values in {"log_probs": r.log_probs, "response_mask": r.response_mask}.items():
         fits = values is None or len(values) == wanted
         _require(fits, f"{where}: {len(values or [])} {name} for {wanted} response_ids, one each")
 
@@ -213,7 +210,6 @@ def pack(batch: Batch, rows: Sequence[int] | Tensor, pad_to: int = 1) -> Pack:
     real_response = _length_mask(response_lengths, responses.shape[1])
     real = torch.cat([real_prompt, real_response], dim=1)
     local_rows, columns = batch.response_mask[rows].nonzero(as_tuple=True)
-    starts = lengths.cumsum(0) - lengths
 
     num_tokens = int(lengths.sum())
     num_dummies = -num_tokens % pad_to if num_tokens else max(1, pad_to)
@@ -225,7 +221,7 @@ def pack(batch: Batch, rows: Sequence[int] | Tensor, pad_to: int = 1) -> Pack:
         position_ids=positions - torch.repeat_interleave(borders[:-1], segments),
         cu_seqlens=borders.to(torch.int32),
         max_seqlen=int(segments.max()),
-        hidden_rows=starts[local_rows] + prompt_lengths[local_rows] + columns - 1,
+        hidden_rows=borders[local_rows] + prompt_lengths[local_rows] + columns - 1,
         targets=responses[local_rows, columns],
         rows=rows,
         local_rows=local_rows,
@@ -238,7 +234,7 @@ def unpack(pack: Pack, x: Tensor, width: int) -> Tensor:
     return x.new_zeros(len(pack.rows), width).index_put((pack.local_rows, pack.columns), x)
 
 
-# ------------------------------------------------------------- who computes what, and in which order
+# ---------------------------------------------------------- who computes what, in which order
 
 
 def prompt_batch(
@@ -266,7 +262,7 @@ def mini_batches(
     """Cuts a permutation of the batch's rows, a function of (seed, step, epoch), into index
     tensors [mini_batch_rows] int64: one optimizer step each."""
     fits = mini_batch_rows > 0 and num_rows % mini_batch_rows == 0
-    _require(fits, f"ppo_mini_batch_size = {mini_batch_rows} must divide {num_rows} (sequences)")
+    _require(fits, f"ppo_mini_batch_size = {mini_batch_rows} sequences must divide {num_rows}")
     # The trailing 1: numpy fills a short seed with zeros, so that [seed, step, 0] would be the
     # very stream that [seed, epoch] gives to prompt_batch.
     order = _permutation(num_rows, [seed, step, epoch, 1])
@@ -284,7 +280,7 @@ def balance(lengths: Sequence[int] | Tensor, bins: int) -> list[list[int]]:
     lengths = torch.as_tensor(lengths).tolist()
     loads = [0] * bins
     result: list[list[int]] = [[] for _ in range(bins)]
-    for i in _longest_first(range(len(lengths)), lengths):
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         lightest = loads.index(min(loads))
         result[lightest].append(i)
         loads[lightest] += lengths[i]
@@ -311,21 +307,17 @@ def split_micro_batches(
         costs = [1] * len(costs)
         cap, knob = micro_batch_size, "micro_batch_size"
     longest = max(costs, default=1)
-    _require(cap >= longest, f"{knob} = {cap} must be at least {longest}, the longest sequence")
+    _require(cap >= longest, f"{knob} = {cap} must be at least {longest}: raise it")
     per_rank = [_first_fit(rows, costs, cap) for rows in balance(costs, num_ranks)]
     count = max(1, *map(len, per_rank))
     return [bins + [[] for _ in range(count - len(bins))] for bins in per_rank]
-
-
-def _longest_first(indices: Sequence[int], lengths: list[int]) -> list[int]:
-    return sorted(indices, key=lambda i: (-lengths[i], i))
 
 
 def _first_fit(rows: list[int], costs: list[int], cap: int) -> list[list[int]]:
     """First fit decreasing: at most 11/9 of the fewest bins, plus one (Johnson 1973)."""
     bins: list[list[int]] = []
     room: list[int] = []
-    for i in _longest_first(rows, costs):
+    for i in sorted(rows, key=lambda i: -costs[i]):
         b = next((b for b, free in enumerate(room) if costs[i] <= free), len(bins))
         if b == len(bins):
             bins.append([])
@@ -372,45 +364,47 @@ def load_prompts(
 
 def _read_rows(source: str, split: str, max_samples: int, seed: int) -> list[dict]:
     """The rows of a source, or a ValueError of one sentence that says why there are none."""
-    name, _, config = source.partition(":")
-    kind = os.path.splitext(source)[1].removeprefix(".").replace("jsonl", "json")
     try:
-        if name == "reasoning_gym":
-            rows = _generate_rows(config, split, max_samples, seed)
-        elif kind in ("json", "csv", "parquet"):
-            rows = _file_rows(source, kind)
+        if source.startswith("reasoning_gym:"):
+            rows = _generate_rows(source, split, max_samples, seed)
+        elif source.endswith((".json", ".jsonl", ".csv", ".parquet")):
+            rows = _file_rows(source)
         else:
-            import datasets
-
-            if name == "openai/gsm8k" and not config:
-                config = "main"  # the hub has two and no default
-            rows = datasets.load_dataset(name, config or None, split=split)
-    except StopIteration:  # the data sets library's word for a file without rows
-        return []
+            rows = _hub_rows(source, split)
     except ConnectionError:
-        advice = "use an offline preset: --preset smollm2 or --preset tiny"
-        raise ValueError(f"the hub cannot be reached for data set {name!r}; {advice}") from None
+        raise ValueError(f"{source}: no hub; offline use --preset smollm2 or --preset tiny") from None
     except Exception as error:  # other people's exceptions; the text names what exists instead
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"{source}, split {split!r}, cannot be read: {reason}") from error
     return list(itertools.islice(rows, None if max_samples < 0 else max_samples))
 
 
-def _file_rows(path: str, kind: str) -> list[dict]:
+def _hub_rows(source: str, split: str) -> Sequence[dict]:
     import datasets
 
-    _require(os.path.isfile(path), "the file does not exist")
-    # Without this a cell that says "None" or "NA" would be read as a missing value.
-    options = {"keep_default_na": False} if kind == "csv" else {}
-    datasets.disable_progress_bars()
-    # The library's own cache is shared by ranks and users: this one lives for the call.
-    with tempfile.TemporaryDirectory() as cache:
-        options |= {"data_files": path, "cache_dir": cache}
-        return list(datasets.load_dataset(kind, split="train", **options))
+    name, _, config = source.partition(":")
+    if name == "openai/gsm8k" and not config:
+        config = "main"  # the hub has two and no default
+    return datasets.load_dataset(name, config or None, split=split)
 
 
-def _generate_rows(task: str, split: str, max_samples: int, seed: int) -> list[dict]:
-    """Rows of a reasoning_gym task, given as "chain_sum?min_terms=2&max_terms=2".
+def _file_rows(path: str) -> list[dict]:
+    """Values as they stand in the file. The data sets library would guess a type for each column
+    (007 becomes 7, the word None a missing value) and keep a cache that ranks fight for."""
+    if path.endswith(".parquet"):
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(path).to_pylist()
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        if path.endswith(".csv"):
+            return list(csv.DictReader(file))
+        if path.endswith(".jsonl"):
+            return [json.loads(line) for line in file if line.strip()]
+        return json.load(file)
+
+
+def _generate_rows(source: str, split: str, max_samples: int, seed: int) -> list[dict]:
+    """Rows of a task, "reasoning_gym:chain_sum?min_terms=2&max_terms=2".
 
     Trap: item i of a task is drawn from the number seed + i, so that neighbouring seeds share all
     items but one. Each run seed (modulo 1,000) therefore owns 2,000,000 numbers: "train" counts
@@ -420,9 +414,8 @@ def _generate_rows(task: str, split: str, max_samples: int, seed: int) -> list[d
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    task, _, query = task.partition("?")
-    near = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4)
-    _require(task in DATASETS, f"reasoning_gym has no task {task!r}; near names: {near}")
+    task, _, query = source.removeprefix("reasoning_gym:").partition("?")
+    _require(task in DATASETS, f"no task {task!r}; near: {get_close_matches(task, DATASETS)}")
     half = 1_000_000
     _require(max_samples <= half, f"max_samples = {max_samples} is over {half}: lower it")
     options: dict = {} if max_samples < 0 else {"size": max_samples}
@@ -448,9 +441,8 @@ def _conversation(question: object, instruction: str, where: str) -> tuple[str, 
     turns = [m for m in messages if isinstance(m, dict) and m.get("role") == "user"]
     is_text = turns and isinstance(turns[-1].get("content"), str)
     _require(is_text, f"{where}: the prompt is neither a text nor chat messages with a user's text")
-    last = turns[-1]
-    text = f"{last['content']} {instruction}" if instruction else last["content"]
-    return text, [m | {"content": text} if m is last else m for m in messages]
+    text = turns[-1]["content"] + (f" {instruction}" if instruction else "")
+    return text, [m | {"content": text} if m is turns[-1] else m for m in messages]
 
 
 def _tokenize(tokenizer: Any, messages: list[dict]) -> list[int]:
@@ -477,7 +469,7 @@ def drop_long_prompts(prompts: list[Prompt], max_prompt_length: int) -> tuple[li
     whole or not at all: a question without its beginning or end is another question."""
     kept = [p for p in prompts if len(p.ids) <= max_prompt_length]
     shortest = min((len(p.ids) for p in prompts), default=0)
-    _require(kept, f"max_prompt_length = {max_prompt_length} is below the shortest prompt, {shortest}")
+    _require(kept, f"max_prompt_length = {max_prompt_length}: the shortest prompt has {shortest}")
     return kept, len(prompts) - len(kept)
 
 
@@ -523,7 +515,8 @@ def grade(response: str, answer: str) -> float:
     gold = _read_number(gold_text, "whole")
     if not gold:
         words = _normalize(gold_text)
-        return float(words == _normalize(found_text) and not _NO_ANSWER.fullmatch(words))
+        is_answer = not _NO_ANSWER.fullmatch(words) and len(str(answer)) <= _WINDOW
+        return float(is_answer and words == _normalize(found_text))
     found = _read_number(found_text, where)
     # {50, 1/2} is 50%, the same as {50} and as {1/2}; but {1/2, 1/200} is another percentage.
     return float(found == gold if len(found) == len(gold) else not found.isdisjoint(gold))
@@ -539,21 +532,16 @@ def _answer_part(text: str) -> tuple[str, str]:
     place = text.rfind("\\boxed{")
     if place >= 0:
         return _undress(_inside_braces(text[place + 7 :][:_WINDOW])), "whole"
-    if len(text) <= _WINDOW:
-        return _undress(text), "last"
     # Ten searches at the speed of memory find the last digit of a text of any length.
-    last_digit = max(text.rfind(digit) for digit in "0123456789")
-    return _undress(text[max(0, last_digit - _WINDOW) : last_digit + 4]), "last"
+    start = max(0, max(text.rfind(digit) for digit in "0123456789") - _WINDOW)
+    return _undress(text[start:][: _WINDOW + 4]), "last"
 
 
 def _inside_braces(text: str) -> str:
     """What stands before the brace that closes; "" if none does."""
-    depth = 1
-    for place, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:place]
-    return ""
+    depths = itertools.accumulate(((c == "{") - (c == "}") for c in text), initial=1)
+    end = next((place for place, depth in enumerate(depths) if depth == 0), 1)
+    return text[: end - 1]
 
 
 def _undress(text: str) -> str:
@@ -561,7 +549,7 @@ def _undress(text: str) -> str:
     text = re.sub("[\u2212\u2013\uff0d]", "-", text)
     text = re.sub(r"\\[()\[\]]|[*`]", " ", text)  # a space, so that 3*4 does not become 34
     text = re.sub(r"\\([$% ])", r"\1", text)
-    text = re.sub(r"\\[,!]|\\(?:boxed|text|textbf|mathrm|mathbf)\b", "", text)
+    text = re.sub(r"\\[,!]|\^\{?\\circ\}?|\\(?:boxed|text|textbf|mathrm|mathbf)\b", "", text)
     text = re.sub(r"(?<=[0-9])\\(?=[dt]?frac)", r" \\", text)  # 2\frac{1}{2} is 2 1/2, not 21/2
     text = re.sub(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)
     return text.replace("{", "").replace("}", "").strip()
@@ -592,11 +580,11 @@ def _normalize(text: str) -> str:
 # ----------------------------------------------------------------------------------- rewards
 
 
-class RewardError(RuntimeError):
+class RewardError(ValueError):
     """The reward function failed or gave no finite number: the run must not go on with a guess."""
 
 
-class RewardTimeout(Exception):
+class RewardTimeout(RewardError):
     """The reward function took longer than its limit."""
 
 
@@ -625,7 +613,7 @@ class Reward:
         if spec:
             self._start()
 
-    def __call__(self, prompt: str, response: str, answer: str) -> float | None:
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
         """Raises RewardTimeout above the limit, and RewardError if the function raises or dies."""
         if not self._name:
             return grade(response, answer)
@@ -646,13 +634,9 @@ class Reward:
             stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
         )
         theirs.close()
-        try:
-            self._ask(None, timeout=120)
-        except (RewardError, RewardTimeout) as error:
-            self.close()
-            raise ValueError(f"{self._name} of {self._path} cannot be loaded: {error}") from None
+        self._ask(None, timeout=120)
 
-    def _ask(self, request: tuple[str, str, str] | None, timeout: float) -> float | None:
+    def _ask(self, request: tuple[str, str, str] | None, timeout: float) -> float:
         try:
             self._pipe.send(request)
             if not self._pipe.poll(timeout):
@@ -689,16 +673,16 @@ def _serve_reward(pipe: str, path: str, name: str, timeout: str) -> None:
             request = connection.recv()
         except (EOFError, OSError):
             return  # the parent is gone
-        score, failure = None, ""
+        score, failure = 0.0, ""
         try:
             if request is None:
-                function = runpy.run_path(path, run_name="user_reward")[name]
+                function = runpy.run_path(path, run_name="user_reward").get(name)
+                assert callable(function), f"{path} has no function {name!r}"
             else:
                 # If the parent dies during a call nobody is left to kill a hanging function. This
                 # clock runs without the interpreter, so that even a hang in C cannot stop it.
                 faulthandler.dump_traceback_later(float(timeout) + 1, exit=True)
-                score = function(*request)
-                score = None if score is None else float(score)
+                score = float(function(*request))
         except BaseException:
             failure = " ".join(traceback.format_exc(limit=-1).split())[-1000:]
         faulthandler.cancel_dump_traceback_later()
@@ -735,19 +719,14 @@ def score_rollouts(
     return scores
 
 
-def save_rollouts(rollouts: Sequence[Rollout], tokenizer: Any, file: str | os.PathLike, **facts) -> None:
+def save_rollouts(
+    rollouts: Sequence[Rollout], tokenizer: Any, file: str | os.PathLike, **facts
+) -> None:
     """Append rollouts to a file of JSON lines: what was asked, said, expected and scored; each line
     also has the given `facts` (such as the step)."""
     with open(file, "a") as lines:
         for rollout in rollouts:
-            record = facts | dict(
-                index=rollout.prompt.index,
-                sample=rollout.sample,
-                prompt=rollout.prompt.text,
-                response=tokenizer.decode(rollout.response_ids),
-                answer=rollout.prompt.answer,
-                score=rollout.score,
-                finish_reason=rollout.finish_reason,
-                response_ids=rollout.response_ids,
-            )
-            lines.write(json.dumps(record) + "\n")
+            prompt = rollout.prompt
+            words = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer}
+            words["response"] = tokenizer.decode(rollout.response_ids)
+            lines.write(json.dumps(facts | vars(rollout) | words) + "\n")

@@ -194,7 +194,8 @@ def _build(
             with torch.device("meta"):
                 hf = auto_class.from_config(**settings)
         elif random_weights:
-            hf = auto_class.from_config(**settings)
+            # drawn in float32 whatever the dtype: actor and reference of one seed are the same network
+            hf = auto_class.from_config(**settings | {"dtype": torch.float32}).to(dtype)
         else:
             hf = auto_class.from_pretrained(path, **settings)
     except (OSError, ValueError) as error:

@@ -307,7 +307,8 @@ def publish(run: Run, metrics: Metrics) -> None:
     rollout.wake_up(run.engine, "kv_cache")
     every = run.config.check_published_freq
     if run.num_publishes == 0 or (every and run.num_publishes % every == 0):
-        limit = 1e-3 if run.config.dtype == "float32" else 0.1  # nats a token
+        # nats a token; bfloat16 logits between 16 and 32 are 0.125 apart, and 0.01 to 0.1 was measured
+        limit = 1e-3 if run.config.dtype == "float32" else 0.3
         gap = resharding.check_published(run.actor.model, run.engine, run.probe, limit)
         metrics.known["training/publish_gap"] = gap
     run.num_publishes += 1

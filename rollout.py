@@ -117,7 +117,7 @@ def build_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_batched_tokens, max_model_len),
         gpu_memory_utilization=gpu_memory_utilization,
-        enforce_eager=enforce_eager,
+        enforce_eager=enforce_eager or not on_gpu,  # on a CPU compiling takes minutes, and gains little
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled: after temperature
         disable_log_stats=True,
         enable_sleep_mode=on_gpu and free_cache_engine,
@@ -191,6 +191,7 @@ def generate(
                 logprobs=0 if wanted else None,
                 top_p=top_p,
                 top_k=top_k,
+                stop_token_ids=[] if ignore_eos else engine.stop_token_ids,
                 ignore_eos=ignore_eos,
             )
             requests.append({"prompt_token_ids": prompts[place].ids})

@@ -1,0 +1,467 @@
+"""The lessons of models.py: packing, chunks and checkpointing are not mathematics.
+
+Run alone:  OMP_NUM_THREADS=1 python -m pytest -q test_models.py     (about 15 seconds, CPU)
+
+The slow way to compare with is transformers itself: eager attention, one sequence at a time, all
+logits, log_softmax in plain sight. Nothing of ours is in it but the weights. The tiny model has 4
+query and 2 key-value heads, so grouped-query attention is always part of the claim.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+import data
+import models
+from testing_ranks import replaced
+
+CACHE = Path(__file__).parent / ".cache"
+# (prompt, response) of each sequence: a prompt of one token, a response of one token, both
+LENGTHS = ((1, 5), (7, 1), (3, 9), (1, 1), (12, 2))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    """The same random numbers in every run and in every order of the tests."""
+    torch.manual_seed(0)
+
+
+def same(actual, expected, atol=1e-5):
+    torch.testing.assert_close(actual.detach(), expected.detach(), rtol=0, atol=atol)
+
+
+def tiny(name="tiny-untied"):
+    return models.resolve_model(name, CACHE)
+
+
+def sharpen(network, factor=2.0):
+    """Weights of a size at which attention is far from uniform and log-probs are far from -log V:
+    a small fault then moves a result by much more than rounding."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.mul_(factor).add_(0.05 * noise)
+    return network
+
+
+def batch_of(lengths=LENGTHS, vocabulary=range(3, 84)):
+    """Random sequences of these (prompt, response) lengths."""
+    rollouts = []
+    for i, (prompt, response) in enumerate(lengths):
+        pick = torch.randint(len(vocabulary), (prompt + response,)).tolist()
+        ids = [vocabulary[k] for k in pick]
+        question = data.Prompt(i, ids[:prompt], "", "")
+        rollouts.append(data.Rollout(question, ids[prompt:], "length"))
+    return data.collate(rollouts)
+
+
+def sequences(batch):
+    """[(all ids, prompt length)] of the rows of a batch."""
+    for row in range(len(batch.lengths)):
+        prompt, response = batch.prompt_lengths[row], batch.response_lengths[row]
+        ids = [*batch.prompts[row, :prompt], *batch.responses[row, :response]]
+        yield torch.stack(ids), int(prompt)
+
+
+def alone(network, auto_class, **options):
+    """transformers' own model with the weights of `network`, and none of our code."""
+    plain = auto_class.from_pretrained(tiny(), attn_implementation="eager", **options).eval()
+    plain.load_state_dict(network.hf.state_dict())
+    return plain
+
+
+def gradients(network, loss):
+    network.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in network.named_parameters()}
+
+
+# ---------------------------------------------------------------------------------------------
+# What is predicted
+
+
+class Counting(nn.Module):
+    """A model that is sure the next id is the previous id + 1, whatever came before."""
+
+    def __init__(self, vocabulary=20):
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.base_model = self.trunk
+
+    def trunk(self, input_ids, **_):
+        hidden = nn.functional.one_hot(input_ids, self.vocabulary).float()
+        return SimpleNamespace(last_hidden_state=hidden)
+
+    def get_output_embeddings(self):
+        return lambda hidden: 10_000 * hidden.roll(1, dims=-1)
+
+
+def test_position_t_predicts_token_t_plus_1():
+    """log pi(5 | .. 4) = 0 on a counting sequence. Wrong: the state at t read for token t, which
+    gives -10,000 everywhere."""
+    counting = [data.Rollout(data.Prompt(0, [1, 2], "", ""), [3, 4, 5], "stop")]
+    counting += [data.Rollout(data.Prompt(1, [7], "", ""), [8], "length")]
+    pack = data.pack(data.collate(counting), [0, 1], pad_to=8)
+    actor = models.Actor(Counting())
+    assert actor(pack).tolist() == [0, 0, 0, 0]
+    pack.hidden_rows = pack.hidden_rows + 1
+    assert actor(pack).tolist() == [-10_000] * 4
+
+
+class FixedLogits(nn.Module):
+    """Every place has the same logits."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def base_model(self, input_ids, **_):
+        return SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, 1))
+
+    def get_output_embeddings(self):
+        return lambda hidden: self.logits.expand(len(hidden), -1)
+
+
+def test_temperature_divides_the_logits_once():
+    """softmax((2, 1, 0) / T)[0] = exp(-0.142932) at T = 0.5, exp(-0.407606) at T = 1. A token drawn
+    at 0.5 and scored at 1 would have the ratio 0.767 before anything was learned."""
+    pack = data.pack(data.collate([data.Rollout(data.Prompt(0, [1], "", ""), [0], "stop")]), [0])
+    actor = models.Actor(FixedLogits([2.0, 1.0, 0.0]))
+    at_half, at_one = actor(pack, temperature=0.5), actor(pack)
+    assert at_half.item() == pytest.approx(-0.142932, abs=1e-6)
+    assert at_one.item() == pytest.approx(-0.407606, abs=1e-6)
+    assert (at_one - at_half).exp().item() == pytest.approx(0.767, abs=1e-3)
+    with pytest.raises(TypeError):
+        models.Critic(nn.Identity())(pack, temperature=0.5)  # a value has no temperature
+
+
+# ---------------------------------------------------------------------------------------------
+# Packing
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_packed_equals_each_sequence_alone(temperature):
+    """log pi(y_t | x, y_<t) and H of a pack = those of each sequence alone, to 1e-5, whatever the
+    order of the rows and with a dummy segment behind them."""
+    actor = sharpen(models.build_actor(tiny()))
+    plain = alone(actor, AutoModelForCausalLM)
+    batch = batch_of()
+    log_probs, entropies = [], []
+    for ids, prompt in sequences(batch):
+        with torch.no_grad():
+            log_p = (plain(ids[None]).logits[0] / temperature).log_softmax(-1)[prompt - 1 : -1]
+        log_probs.append(log_p.gather(1, ids[prompt:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    order = [3, 0, 4, 2, 1]
+    pack = data.pack(batch, order, pad_to=16)
+    assert pack.cu_seqlens.tolist()[-2:] == [42, 48]  # the last segment is a dummy
+    found, entropy = actor(pack, temperature, return_entropy=True)
+    same(found, torch.cat([log_probs[i] for i in order]))
+    same(entropy, torch.cat([entropies[i] for i in order]))
+    assert found.std() > 1  # the model is no uniform one, so 1e-5 means something
+
+
+def test_packed_values_equal_each_sequence_alone():
+    """V of a pack = V of each sequence alone at the places *before* its response tokens."""
+    critic = sharpen(models.build_critic(tiny()))
+    plain = alone(critic, AutoModelForTokenClassification, num_labels=1)
+    batch = batch_of()
+    expected = []
+    for ids, prompt in sequences(batch):
+        with torch.no_grad():
+            expected.append(plain(ids[None]).logits[0, prompt - 1 : -1, 0])
+    found = critic(data.pack(batch, range(5), pad_to=16))
+    same(found, torch.cat(expected))
+    assert found.std() > 0.1
+
+
+def leaking(query, key, value, borders, longest, scale):
+    """The wrong variant: one causal attention over the whole pack."""
+    whole = borders[[0, -1]]
+    return models_attend_each(query, key, value, whole, longest, scale)
+
+
+models_attend_each = models._attend_each
+
+
+def test_no_gradient_crosses_a_border():
+    """d loss(B) / d embedding of a token that occurs only in A = 0, exactly. Wrong: attention over
+    the whole pack."""
+    actor = sharpen(models.build_actor(tiny()))  # untied: embeddings are inputs alone
+    in_a, in_b = range(10, 20), range(40, 50)
+    ab = batch_of([(4, 5)], in_a), batch_of([(3, 6)], in_b)
+    rollouts = [
+        data.Rollout(data.Prompt(i, x.prompts[0].tolist(), "", ""), x.responses[0].tolist(), "stop")
+        for i, x in enumerate(ab)
+    ]
+    pack = data.pack(data.collate(rollouts), [0, 1])
+    of_b = pack.local_rows == 1
+    assert of_b.sum() == 6
+
+    def reach():
+        loss = actor(pack)[of_b].sum()
+        rows = gradients(actor, loss)["hf.model.embed_tokens.weight"]
+        return rows[list(in_a)].abs().max().item(), rows[list(in_b)].abs().max().item()
+
+    own = reach()
+    assert own[0] == 0 and own[1] > 0
+    with replaced(models, "_attend_each", leaking):
+        assert reach()[0] > 1e-3
+
+
+def test_why_transformers_own_packing_is_not_used():
+    """Positions that restart are read as borders by transformers, but not beside a mask of ones:
+    then later sequences see earlier ones, without an error. Ours has no such switch."""
+    actor = sharpen(models.build_actor(tiny()))
+    library = AutoModelForCausalLM.from_pretrained(tiny(), attn_implementation="sdpa").eval()
+    library.load_state_dict(actor.hf.state_dict())
+    batch = batch_of()
+    pack = data.pack(batch, range(5))
+    ours = actor(pack)
+
+    def theirs(**options):
+        inputs = dict(input_ids=pack.input_ids[None], position_ids=pack.position_ids[None])
+        with torch.no_grad():
+            log_p = library(**inputs, use_cache=False, **options).logits[0].log_softmax(-1)
+        return log_p[pack.hidden_rows, pack.targets]
+
+    same(theirs(), ours)
+    gap = (theirs(attention_mask=torch.ones(1, len(pack.input_ids))) - ours).abs()
+    assert gap.max() > 0.1
+
+
+def test_packed_attention_refuses_what_it_does_not_compute():
+    """No mask, no sliding window, no soft cap, no sink: an error, not another distribution."""
+    q, kv = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    borders = torch.tensor([0, 6], dtype=torch.int32)
+    good = dict(cu_seqlens=borders, max_seqlen=6, scaling=0.3)
+    out, _ = models.packed_attention(None, q, kv, kv, None, **good)
+    assert out.shape == (1, 6, 4, 8)
+    for bad in (dict(sliding_window=4), dict(softcap=30.0), dict(s_aux=torch.ones(4))):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            models.packed_attention(None, q, kv, kv, None, **good, **bad)
+    with pytest.raises(ValueError, match="no mask"):
+        models.packed_attention(None, q, kv, kv, torch.ones(1, 1, 6, 6), **good)
+    with pytest.raises(ValueError, match="through Actor or Critic"):
+        models.build_actor(tiny()).hf(torch.tensor([[3, 4, 5]]))
+
+
+# ---------------------------------------------------------------------------------------------
+# Chunks, checkpoints, empty packs
+
+
+def test_chunks_of_logits_are_not_mathematics():
+    """Log-probs, entropies and gradients do not depend on how many rows of logits live at once, and
+    no tensor of [K,V] is kept for the backward when they are few."""
+    actor = sharpen(models.build_actor(tiny()))
+    pack = data.pack(batch_of(), range(5))
+    results = {}
+    for chunk in (1, 3, 1024):
+        sizes = []
+        with replaced(models, "LOGITS_CHUNK", chunk):
+            head = actor.hf.get_output_embeddings()
+            hook = head.register_forward_hook(lambda _, inputs, out: sizes.append(len(out)))
+            log_probs, entropy = actor(pack, 0.7, return_entropy=True)
+            found = gradients(actor, (log_probs * log_probs.detach()).sum() - entropy.sum())
+            hook.remove()
+        assert max(sizes) == min(chunk, len(pack.targets))
+        assert sum(sizes) == 2 * len(pack.targets)  # once more in the backward
+        results[chunk] = log_probs, entropy, found
+    whole = results.pop(1024)
+    for log_probs, entropy, found in results.values():
+        same(log_probs, whole[0])
+        same(entropy, whole[1])
+        for name, gradient in found.items():
+            scale = whole[2][name].abs().max().item()
+            same(gradient, whole[2][name], atol=2e-5 * max(1.0, scale))
+
+
+@pytest.mark.parametrize("builder", [models.build_actor, models.build_critic])
+def test_gradient_checkpointing_recomputes_and_changes_nothing(builder):
+    """On: each block runs twice (forward, and again in the backward). Off: once. Same gradients.
+    transformers checkpoints in training mode only, so a network in eval mode would run once."""
+    pack = data.pack(batch_of(), range(5))
+    found, calls = {}, {}
+    for on in (False, True):
+        network = sharpen(builder(tiny(), gradient_checkpointing=on))
+        count = [0] * len(network.hf.model.layers)
+
+        def hook(attention, *_, counted=count):
+            counted[attention.layer_idx] += 1
+
+        for layer in network.hf.model.layers:
+            layer.self_attn.register_forward_pre_hook(hook)
+        found[on] = gradients(network, network(pack).square().sum())
+        calls[on] = count
+    assert calls == {False: [1, 1], True: [2, 2]}
+    for name, gradient in found[False].items():
+        same(found[True][name], gradient, atol=1e-6 * max(1.0, gradient.abs().max().item()))
+
+
+def test_dropout_is_off_in_training_mode():
+    """Two forwards of a network in training mode are equal, dropout in the model's folder or not."""
+    actor = models.build_actor(tiny(), gradient_checkpointing=True)
+    assert actor.hf.training and actor.hf.config.attention_dropout == 0
+    pack = data.pack(batch_of(), range(5))
+    assert torch.equal(actor(pack), actor(pack))
+
+
+@pytest.mark.parametrize("builder", [models.build_actor, models.build_critic])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_pack_without_rows_gives_nothing_and_zero_gradients(builder, checkpointing):
+    """K = 0 outputs, and a gradient of exactly 0 (not: none) for every parameter: a rank without
+    work takes part in every collective of the backward."""
+    network = builder(tiny(), gradient_checkpointing=checkpointing)
+    output = network(data.pack(batch_of(), [], pad_to=4))
+    assert output.shape == (0,)
+    found = gradients(network, output.sum())
+    assert len(found) == len(list(network.parameters()))
+    assert all(gradient.eq(0).all() for gradient in found.values())
+
+
+# ---------------------------------------------------------------------------------------------
+# Folders
+
+
+def test_a_new_value_head_is_zero_and_a_saved_one_is_kept(tmp_path):
+    """V = 0 before the first update, on the actor's own trunk; a folder with a critic comes back as
+    it was. Wrong: a drawn head gives values of the trunk's scale, noise in every advantage."""
+    actor, critic = models.build_actor(tiny()), models.build_critic(tiny())
+    trunk = critic.hf.model.state_dict()
+    for name, tensor in actor.hf.model.state_dict().items():
+        assert torch.equal(tensor, trunk[name])
+    pack = data.pack(batch_of(), range(5))
+    assert critic(pack).eq(0).all()
+    drawn = AutoModelForTokenClassification.from_pretrained(
+        tiny(), num_labels=1, attn_implementation="packed"
+    )
+    assert models.Critic(drawn)(pack).abs().max() > 1e-3
+    with torch.no_grad():
+        critic.hf.score.weight.normal_()
+        critic.hf.score.bias.fill_(3)
+    critic.hf.save_pretrained(tmp_path)
+    again = models.build_critic(str(tmp_path))
+    assert torch.equal(again.hf.score.weight, critic.hf.score.weight)
+    same(again(pack), critic(pack))
+    assert again(pack).abs().min() > 0
+
+
+def test_meta_networks_have_the_names_and_no_memory():
+    """The ranks that wait for a broadcast know names, shapes and ties, and hold no byte of weights."""
+    for name in ("tiny", "tiny-untied"):
+        real, empty = models.build_actor(tiny(name)), models.build_actor(tiny(name), meta=True)
+        shapes = [{k: v.shape for k, v in x.named_parameters()} for x in (real, empty)]
+        assert shapes[0] == shapes[1]
+        assert all(p.is_meta for p in empty.parameters())
+
+
+def test_random_weights_are_drawn_from_the_shapes_alone():
+    """A folder with a config and no weights is enough for a benchmark."""
+    torch.manual_seed(7)  # not the seed of the folder
+    actor = models.build_actor(tiny(), random_weights=True)
+    saved = models.build_actor(tiny())
+    weights, others = actor.hf.lm_head.weight, saved.hf.lm_head.weight
+    assert weights.shape == others.shape and not torch.equal(weights, others)
+    assert 0.015 < weights.std() < 0.025  # the config's initializer_range
+
+
+def copy_of_tiny(tmp_path, **changes):
+    """The tiny folder with other fields in its config files: {"config.json": {...}, ...}."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny(), folder)
+    for file, fields in changes.items():
+        path = folder / f"{file}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "config, generation, expected",
+    [
+        (1, 1, [1]),
+        (1, [7, 9], [1, 7, 9]),
+        ([7, 1], None, [1, 7]),
+        (None, [9], [1, 9]),
+        (None, None, [1]),
+    ],
+)
+def test_every_declared_end_token_ends_an_answer(tmp_path, config, generation, expected):
+    """stop ids = tokenizer's u config's u generation config's, each an int, a list or nothing. Wrong:
+    the tokenizer's alone, and a chat model runs on past its turn to the length limit."""
+    changes = {"config": {"eos_token_id": config}, "generation_config": {"eos_token_id": generation}}
+    folder = copy_of_tiny(tmp_path, **changes)
+    tokenizer = models.load_tokenizer(folder)
+    assert models.stop_token_ids(folder, tokenizer) == expected
+    assert tokenizer.eos_token_id == 1  # a list elsewhere does not overwrite it
+    (Path(folder) / "generation_config.json").unlink()
+    assert set(models.stop_token_ids(folder, tokenizer)) <= set(expected)
+
+
+def test_what_is_missing_is_said_in_one_sentence(tmp_path):
+    """An absent folder, a folder without model or tokenizer, a hub out of reach: one line that names
+    the path, and what works without a network where that is the way out."""
+    no_tokenizer = copy_of_tiny(tmp_path)
+    for file in Path(no_tokenizer).glob("tokenizer*"):
+        file.unlink()
+    no_weights = tmp_path / "no-weights"
+    shutil.copytree(tiny(), no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "empty").mkdir()
+    hub = "nobody-has/this-model"
+    cases = [
+        (models.read_config, str(tmp_path / "absent"), "there is no model folder"),
+        (models.load_tokenizer, str(tmp_path / "absent"), "there is no model folder"),
+        (models.read_config, "absent", "there is no model folder"),
+        (models.read_config, str(tmp_path / "empty"), "holds no model"),
+        (models.load_tokenizer, no_tokenizer, "holds no tokenizer"),
+        (models.build_actor, str(no_weights), "cannot read a model from"),
+        (models.read_config, hub, "--preset smollm2"),
+        (models.load_tokenizer, hub, "--preset tiny"),
+    ]
+    for function, path, part in cases:
+        with pytest.raises(ValueError) as error:
+            function(path)
+        text = str(error.value)
+        assert part in text and path in text and "\n" not in text, text
+
+
+def test_a_model_folder_appears_only_when_it_is_whole(tmp_path, monkeypatch):
+    """A writer that dies in the middle leaves nothing under the name, and the next one starts anew."""
+
+    def dies(folder):
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "write_tiny", dies)
+    with pytest.raises(KeyboardInterrupt):
+        models.resolve_model("tiny", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    folder = models.resolve_model("tiny", tmp_path)
+    assert folder == str(tmp_path / "tiny") == models.resolve_model("tiny", tmp_path)
+    assert models.resolve_model("some/model", tmp_path) == "some/model"
+    first = models.build_actor(folder).hf.state_dict()
+    for name, tensor in models.build_actor(tiny("tiny")).hf.state_dict().items():
+        assert torch.equal(tensor, first[name])  # the same random numbers everywhere
+
+
+def test_smollm2_has_the_special_tokens_of_its_chat():
+    """eos = <|im_end|> = 2 = pad, bos = <|im_start|> = 1, and the template that it was trained on.
+    Wrong: the GGUF's own end token, which some versions of transformers read as <|im_start|>."""
+    folder = models.resolve_model("smollm2", CACHE)
+    tokenizer = models.load_tokenizer(folder)
+    config = models.read_config(folder)
+    for holder in (tokenizer, config):
+        assert (holder.bos_token_id, holder.eos_token_id, holder.pad_token_id) == (1, 2, 2)
+    assert tokenizer.convert_ids_to_tokens([1, 2]) == ["<|im_start|>", "<|im_end|>"]
+    assert models.stop_token_ids(folder, tokenizer) == [2]
+    assert not hasattr(config, "quantization_config") and config.tie_word_embeddings
+    messages = [{"role": "user", "content": "What is 12 + 7?"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text.endswith("<|im_start|>user\nWhat is 12 + 7?<|im_end|>\n<|im_start|>assistant\n")

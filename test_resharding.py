@@ -1,0 +1,453 @@
+"""The lessons of resharding.py: shards are not mathematics, and what was cut comes back whole.
+
+Run alone:  python -m pytest -q test_resharding.py     (about 20 seconds, CPU, 2 and 3 gloo ranks)
+
+Functions that take `world` run on the ranks (testing_ranks.py), the tests around them run once. The
+slow way to compare with is always the same: one process, one plain network, all rows at once.
+"""
+
+import copy
+import math
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import data
+import models
+import ppo_fsdp
+import resharding
+from config import Config
+from testing_ranks import Ranks, preload
+
+preload("ppo_fsdp")
+CACHE = Path(__file__).parent / ".cache"
+BUILDERS = {"actor": models.build_actor, "critic": models.build_critic}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def three_ranks():
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
+
+
+# ---------------------------------------------------------------------------------------------
+# On the ranks: the same network plain and sharded, the same sequences
+
+
+def plain_network(kind="actor", name="tiny"):
+    """Whole, in this process; weights moved off their initial values, so that no bias is zero."""
+    network = BUILDERS[kind](models.resolve_model(name, CACHE))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in sorted(network.named_parameters()):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return network
+
+
+def sharded_network(kind="actor", name="tiny", **settings):
+    """The same over all ranks; only rank 0 has ever seen the weights."""
+    if dist.get_rank() == 0:
+        network = plain_network(kind, name)
+    else:
+        network = BUILDERS[kind](models.resolve_model(name, CACHE), meta=True)
+    settings = dict(param_dtype=torch.float32) | settings
+    return resharding.shard_model(network, **settings)
+
+
+def batch_of(num_rows=6):
+    """Sequences of unequal lengths, the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    rollouts = []
+    for i in range(num_rows):
+        ids = torch.randint(3, 84, (5 + 3 * i,), generator=generator).tolist()
+        rollouts.append(data.Rollout(data.Prompt(i, ids[: 2 + i], "", ""), ids[2 + i :], "length"))
+    return data.collate(rollouts)
+
+
+def loss_of(network, batch, rows, num_tokens):
+    """A sum over tokens of these rows, each with another weight, over a count of the whole batch."""
+    pack = data.pack(batch, rows)
+    weights = 1 + pack.rows[pack.local_rows].float() + 0.1 * pack.columns
+    return (weights * network(pack)).sum() / num_tokens
+
+
+def plain_gradients(kind, name, batch):
+    network = plain_network(kind, name)
+    num_rows = len(batch.lengths)
+    loss_of(network, batch, range(num_rows), int(batch.response_mask.sum())).backward()
+    return {key: p.grad for key, p in network.hf.named_parameters()}
+
+
+def sharded_gradients(network):
+    return {key: p.grad.full_tensor() for key, p in network.hf.named_parameters()}
+
+
+def largest_gap(found, expected):
+    """max |difference| over all tensors, in units of the largest entry of any."""
+    assert list(found) == list(expected)
+    scale = max(x.abs().max().item() for x in expected.values())
+    return max((found[k] - expected[k]).abs().max().item() for k in expected) / scale
+
+
+# rows of each rank, in two micro-batches; the last rank has none in its second
+PARTS = {2: ([[0, 5], [1, 2]], [[3, 4], []]), 3: ([[0], [1]], [[2, 5], [3]], [[4], []])}
+
+
+def backward_in_parts(network, world, sync_last_only=True):
+    batch = batch_of()
+    num_tokens = int(batch.response_mask.sum())
+    parts = PARTS[world.size][world.rank]
+    for i, rows in enumerate(parts):
+        network.set_requires_gradient_sync(not sync_last_only or i == len(parts) - 1)
+        loss_of(network, batch, rows, num_tokens).backward()
+
+
+# ---------------------------------------------------------------------------------------------
+# Round trip
+
+
+def round_trip(world, kind, name):
+    plain, network = plain_network(kind, name), sharded_network(kind, name)
+    expected = dict(plain.hf.named_parameters())
+    held = sum(p.to_local().numel() for p in network.parameters())
+    for dtype in (None, torch.bfloat16):
+        found = dict(resharding.full_params(network, dtype))
+        assert list(found) == list(expected)  # the names the world knows, a tied one once
+        for key, tensor in found.items():
+            assert tensor.dtype == (dtype or torch.float32), key
+            assert torch.equal(tensor, expected[key].detach().to(tensor.dtype)), key
+    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in network.parameters())
+    buffers = dict(network.named_buffers())
+    assert buffers and buffers.keys() == dict(plain.named_buffers()).keys()
+    for key, buffer in plain.named_buffers():
+        assert torch.equal(buffers[key], buffer), key
+    return held, sum(p.numel() for p in plain.parameters())
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-untied"])
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_cut_and_gathered_weights_are_the_same_bits(two_ranks, kind, name):
+    """full_params(shard_model(m)) = m, bit for bit, names and order too; cast to bf16 before the
+    gather = cast after. Every rank has the buffers (rotary frequencies) though only rank 0 had
+    weights. Each rank holds half."""
+    held = two_ranks(round_trip, kind, name)
+    assert sum(part for part, _ in held) == held[0][1]
+    assert max(part for part, _ in held) < 0.52 * held[0][1]
+
+
+def test_cut_in_three_comes_back_whole(three_ranks):
+    """The same where no width is a multiple of the ranks (128 rows over 3: 43, 43, 42)."""
+    held = three_ranks(round_trip, "actor", "tiny-untied")
+    assert sum(part for part, _ in held) == held[0][1]
+
+
+def tied_through_a_step(world):
+    network = sharded_network()
+    embedding, head = network.hf.model.embed_tokens, network.hf.lm_head
+    assert head.weight is embedding.weight
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    before = head.weight.full_tensor().clone()
+    backward_in_parts(network, world)
+    optimizer.step()
+    assert head.weight is embedding.weight
+    assert not torch.equal(head.weight.full_tensor(), before)
+    names = [key for key, _ in resharding.full_params(network)]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    return embedding.weight.full_tensor()
+
+
+def test_a_tied_head_stays_tied(two_ranks):
+    """Embedding and head are one tensor after the cut and after a step, and one name is sent. Wrong:
+    moving a module to the meta device unties it, and the head would never learn."""
+    embeddings = two_ranks(tied_through_a_step)
+    assert torch.equal(*embeddings)
+
+
+# ---------------------------------------------------------------------------------------------
+# Forward
+
+
+def same_outputs(world, kind, reshard_after_forward):
+    plain = plain_network(kind)
+    network = sharded_network(kind, reshard_after_forward=reshard_after_forward)
+    batch = batch_of()
+    pack = data.pack(batch, range(6), pad_to=8)
+    with torch.no_grad():
+        torch.testing.assert_close(network(pack), plain(pack), rtol=0, atol=1e-5)
+    unsharded = sum(not isinstance(p, DTensor) for p in network.parameters())
+    expected = dict(plain.hf.named_parameters())
+    for key, tensor in resharding.full_params(network):
+        assert torch.equal(tensor, expected[key]), key
+    return unsharded
+
+
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_sharded_outputs_are_the_plain_ones(two_ranks, kind, reshard_after_forward):
+    """log-probs and values of the sharded network = the plain one's, to 1e-5; and a gather right after
+    a forward without backward still has every weight, though FSDP2 may leave plain tensors behind."""
+    unsharded = two_ranks(same_outputs, kind, reshard_after_forward)
+    if not reshard_after_forward:
+        assert min(unsharded) > 0  # the trap is there: parameters are no shards at that moment
+
+
+# ---------------------------------------------------------------------------------------------
+# Gradient
+
+
+def gradient_gap(world, kind, name, averaged=False):
+    network = sharded_network(kind, name)
+    if averaged:
+        for module in resharding.fsdp_modules(network):
+            module.set_force_sum_reduction_for_comms(False)
+            module.set_gradient_divide_factor(float(world.size))
+    backward_in_parts(network, world)
+    return largest_gap(sharded_gradients(network), plain_gradients(kind, name, batch_of()))
+
+
+@pytest.mark.parametrize("kind, name", [("actor", "tiny"), ("actor", "tiny-untied"), ("critic", "tiny")])
+def test_ranks_are_not_mathematics(two_ranks, kind, name):
+    """sum over ranks and micro-batches of d loss = d loss of one process with all rows, to 1e-6 of
+    its largest entry; unequal shares, and one rank without any row in its last micro-batch."""
+    assert max(two_ranks(gradient_gap, kind, name)) < 1e-6
+
+
+def test_three_ranks_are_not_mathematics(three_ranks):
+    """The same over three ranks, where shards are uneven."""
+    assert max(three_ranks(gradient_gap, "actor", "tiny")) < 1e-6
+
+
+def test_the_mean_over_ranks_would_be_caught(two_ranks):
+    """FSDP's own averaging gives gradient / W: off by a half."""
+    gaps = two_ranks(gradient_gap, "actor", "tiny", True)
+    assert min(gaps) == pytest.approx(0.5, abs=1e-3)
+
+
+def accumulation(world):
+    network = sharded_network()
+    batch = batch_of()
+    num_tokens = int(batch.response_mask.sum())
+    first, second = PARTS[2][world.rank]
+    network.set_requires_gradient_sync(False)
+    loss_of(network, batch, first, num_tokens).backward()
+    synced_early = any(p.grad is not None for p in network.parameters() if isinstance(p, DTensor))
+    network.set_requires_gradient_sync(True)
+    loss_of(network, batch, second, num_tokens).backward()
+    late = sharded_gradients(network)
+    network.zero_grad()
+    backward_in_parts(network, world, sync_last_only=False)
+    every = sharded_gradients(network)
+    network.zero_grad()
+    assert all(p.grad is None for p in network.parameters())
+    backward_in_parts(network, world)  # and once more from a clean state
+    return synced_early, largest_gap(late, every), largest_gap(sharded_gradients(network), late)
+
+
+def test_one_reduction_a_step_is_enough(two_ranks):
+    """Reducing after the last micro-batch only = reducing after each, to 1e-6. Before the last one no
+    shard has a gradient, so nothing was sent; a second step does not remember the first."""
+    for synced_early, gap, again in two_ranks(accumulation):
+        assert not synced_early
+        assert gap < 1e-6 and again == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Clipping and skipping
+
+
+def clipping(world, kind):
+    network = sharded_network(kind)
+    gradients = plain_gradients(kind, "tiny", batch_of())
+    expected = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
+    backward_in_parts(network, world)
+    before = sharded_gradients(network)
+    loose = resharding.clip_gradients(network, 2 * expected)
+    assert all(torch.equal(g, before[k]) for k, g in sharded_gradients(network).items())
+    norm = resharding.clip_gradients(network, expected / 50)
+    after = sharded_gradients(network)
+    scaled = {key: g / 50 for key, g in before.items()}
+    assert type(norm) is float and norm == loose
+    clipped = math.sqrt(sum(g.double().square().sum().item() for g in after.values()))
+    local = [p.grad.to_local() for p in network.parameters()]
+    local = math.sqrt(sum(g.double().square().sum().item() for g in local)) * 50
+    return norm, expected, clipped * 50, largest_gap(after, scaled), local
+
+
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_the_gradient_norm_is_that_of_the_whole(two_ranks, kind):
+    """norm = sqrt(sum over all parameters and ranks of g^2): a float, the same everywhere and in one
+    process. Clipping by a fiftieth leaves a fiftieth of every entry. Wrong: a shard's own norm, which
+    is smaller, and would give each shard a factor of its own."""
+    (norm, expected, clipped, gap, local), other = two_ranks(clipping, kind)
+    assert norm == other[0] == pytest.approx(expected, rel=1e-5)
+    assert clipped == pytest.approx(expected, rel=1e-4) and gap < 1e-5
+    assert local < 0.95 * expected  # the wrong number would be seen
+    assert math.hypot(local, other[4]) == pytest.approx(expected, rel=1e-4)
+
+
+def state_of(learner):
+    """Weights, moments and schedule, as bits."""
+    state = [p.detach().to_local().clone() for p in learner.model.parameters()]
+    for entry in learner.optimizer.state.values():
+        for value in entry.values():
+            value = value.to_local() if isinstance(value, DTensor) else value
+            state.append(value.clone())
+    return state, copy.deepcopy(learner.scheduler.state_dict())
+
+
+def equal_states(a, b):
+    return a[1] == b[1] and all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+
+
+def skipping(world, bad, victim):
+    """Good step, bad step, good step; beside it a learner that never saw the bad one."""
+    config = Config(lr=1e-2, lr_scheduler_type="linear")
+    learner, spared = [ppo_fsdp.make_learner(sharded_network(), 1e-2, config, 10) for _ in "ab"]
+    metrics = ppo_fsdp.Metrics(world)
+
+    def step(who, plant=False):
+        backward_in_parts(who.model, world)
+        if plant and world.rank == victim:
+            next(who.model.parameters()).grad.to_local().view(-1)[0] = bad
+        ppo_fsdp.optimizer_step(who, "actor", 1e9, metrics)
+
+    step(learner)
+    good_keys, before = set(metrics.known) | set(metrics.sums), state_of(learner)
+    step(learner, plant=True)
+    after = state_of(learner)
+    skipped = metrics.known["actor/skipped_steps"]
+    assert good_keys == set(metrics.known) | set(metrics.sums)
+    norm = metrics.reduce()["actor/grad_norm"]
+    step(learner)
+    step(spared)
+    step(spared)
+    moved = not equal_states(before, state_of(learner))
+    return equal_states(before, after), skipped, norm, moved, equal_states(
+        state_of(learner), state_of(spared)
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_gradient_that_is_not_finite_is_skipped_by_all(two_ranks, bad, victim):
+    """One NaN in one rank's shard: on *both* ranks weights, moments and schedule keep their bits, the
+    step is counted once, the norm is shown as it was, and the next good step is as if nothing had
+    been. Wrong: each rank decides for itself, and the shards part ways."""
+    for unchanged, skipped, norm, moved, as_if_nothing in two_ranks(skipping, bad, victim):
+        assert unchanged and skipped == 1 and not math.isfinite(norm)
+        assert moved and as_if_nothing
+
+
+def master_weights(world):
+    network = sharded_network(param_dtype=torch.bfloat16)
+    twins = [p.detach().to_local().bfloat16() for p in network.parameters()]
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6)
+    rounded = torch.optim.AdamW(twins, lr=1e-6)
+    before = [p.detach().to_local().clone() for p in network.parameters()]
+    backward_in_parts(network, world)
+    moved = moved_twins = total = 0
+    for parameter, twin in zip(network.parameters(), twins):
+        assert parameter.grad.dtype == torch.float32
+        twin.grad = parameter.grad.to_local().bfloat16()
+    old_twins = [twin.clone() for twin in twins]
+    optimizer.step()
+    rounded.step()
+    for parameter, old, twin, old_twin in zip(network.parameters(), before, twins, old_twins):
+        learns = parameter.grad.to_local().abs() > 1e-6
+        total += learns.sum().item()
+        moved += (learns & (parameter.detach().to_local() != old)).sum().item()
+        # half a bf16 step is wider than 1e-6 wherever the weight is above 5e-4
+        moved_twins += (learns & (old_twin.abs() > 1e-3) & (twin != old_twin)).sum().item()
+    return moved, moved_twins, total
+
+
+def test_master_weights_move_at_a_small_rate(two_ranks):
+    """w - 1e-6 != w in float32: every weight with a gradient moves at lr 1e-6 though the compute is
+    bf16. The same AdamW on bf16 weights moves none above 0.001: half of a bf16 step is wider."""
+    for moved, moved_twins, total in two_ranks(master_weights):
+        assert total > 10_000 and moved > 0.999 * total
+        assert moved_twins == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Publishing, seen from the sender
+
+
+class Receiver:
+    """In the place of rollout.Engine: takes the first `wanted` weights (None: all)."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, wanted=None):
+        self.wanted = wanted
+        self.got, self.resets = {}, 0
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.got[name] = tensor
+            if len(self.got) == self.wanted:
+                break
+
+    def reset_cache(self):
+        self.resets += 1
+
+
+def publishing(world, name, wanted):
+    network, receiver = sharded_network(name=name), Receiver(wanted)
+    sent = resharding.publish_weights(network, receiver)
+    expected = dict(plain_network(name=name).hf.named_parameters())
+    assert receiver.got.keys() == expected.keys()
+    for key, tensor in receiver.got.items():
+        assert torch.equal(tensor, expected[key].detach().bfloat16()), key
+    return sent, 2 * sum(p.numel() for p in expected.values()), receiver.resets
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-untied"])
+def test_every_weight_is_sent_once_in_the_engines_dtype(two_ranks, name):
+    """The engine gets each name of the plain model once, 2 bytes a weight, and drops its cache."""
+    for sent, expected, resets in two_ranks(publishing, name, None):
+        assert sent == expected and resets == 1
+
+
+def test_a_receiver_that_stops_early_is_an_error(two_ranks):
+    """An engine that read 3 of the weights holds a mixture of two policies: the run must stop."""
+    with pytest.raises(AssertionError, match="stopped reading the weights"):
+        two_ranks(publishing, "tiny", 3)
+
+
+def disagreement(world, offset, limit):
+    """An engine whose log-probs are the trainer's own plus `offset`, on rank 1 alone."""
+    network = sharded_network()
+    pack = data.pack(batch_of(), range(6))
+    own = network(pack).detach()
+    scored = torch.zeros(len(pack.input_ids))
+    scored[pack.hidden_rows] = own + offset * world.rank
+    pieces = [x[:-1].tolist() for x in scored.split(pack.cu_seqlens.diff().tolist())]
+    engine = types.SimpleNamespace(score=lambda sequences: pieces)
+    try:
+        return resharding.check_published(network, engine, pack, limit)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_the_worst_engine_decides_for_all(two_ranks):
+    """gap = max over engines of mean |log-prob difference|: an engine of rank 1 that is 0.1 nats off
+    stops both ranks, with the number; NaN stops them too. Below the limit both get the same gap."""
+    first, second = two_ranks(disagreement, 0.1, 0.2)
+    assert first == second == pytest.approx(0.1, abs=1e-5)
+    for text in two_ranks(disagreement, 0.1, 0.05):
+        assert "0.1 nats" in text and "0.05" in text
+    for text in two_ranks(disagreement, math.nan, 0.05):
+        assert "does not hold the published weights" in text
