@@ -35,8 +35,8 @@ class Config:
     critic_model_path: str = ""
     # Take shapes from the model's config and draw the weights: for benchmarks.
     random_weights: bool = False
-    # Compute and engine precision; auto: bfloat16 on GPUs, float32 on CPUs. Master weights, gradients
-    # and optimizer states are float32 always.
+    # Compute and engine precision; auto: bfloat16 on GPUs, float32 on CPUs. Master weights,
+    # gradients and optimizer states are float32 always.
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 
     # ---- data
@@ -107,7 +107,8 @@ class Config:
     lam: float = 1.0
     # GRPO: divide by the group's standard deviation; no: Dr. GRPO (arXiv 2503.20783).
     norm_adv_by_std_in_grpo: bool = True
-    # reward_t = [t is last] score - kl_coef * kl_t: the form that optimises E[score] - kl_coef * KL.
+    # reward_t = [t is last] score - kl_coef * kl_t: the form that optimises E[score] - kl_coef *
+    # KL.
     use_kl_in_reward: bool = True
     kl_penalty: KLKind = "k1"
     # adaptive moves kl_coef until KL is at target_kl nats a token (arXiv 1909.08593 section 2.2).
@@ -163,7 +164,8 @@ class Config:
     kv_cache_gib: float = 0.0
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
-    # Batch sizes that get a CUDA graph; empty: vLLM's list. Larger batches than the last run eagerly.
+    # Batch sizes that get a CUDA graph; empty: vLLM's list. Larger batches than the last run
+    # eagerly.
     cudagraph_capture_sizes: tuple[int, ...] = ()
     enforce_eager: bool = False
     # Drop the engine's weights and cache while training.
@@ -206,8 +208,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     # SmolLM2-135M-Instruct learns to add two numbers: the quickstart. Needs no hub.
     "smollm2": dict(
-        model_path="smollm2", train_data=CHAIN_SUM + "1", instruction=" Answer with just the number.",
-        train_max_samples=4096, val_max_samples=128, max_prompt_length=96, max_response_length=12,
+        model_path="smollm2", train_data=CHAIN_SUM + "1",
+        instruction=" Answer with just the number.", train_max_samples=4096, val_max_samples=128,
+        max_prompt_length=96, max_response_length=12,
         train_batch_size=32, ppo_mini_batch_size=16, total_training_steps=15, test_freq=0,
         ppo_max_token_len_per_gpu=2048, lr=2e-5, critic_lr=1e-4, entropy_coeff=0.0,
         gradient_checkpointing=False, max_num_seqs=64, gpu_memory_utilization=0.3,
@@ -296,7 +299,7 @@ def check_config(c: Config, world_size: int) -> None:
     losses.KLController(c.kl_coef, c.kl_ctrl_type, c.target_kl, c.horizon)  # has checks of its own
     _require(
         c.adv_estimator not in ("grpo", "rloo") or c.n > 1,
-        f"adv_estimator {c.adv_estimator} compares answers to one prompt and n is {c.n}: use 2 or more",
+        f"adv_estimator {c.adv_estimator} compares answers to one prompt, but n is {c.n}: raise it",
     )
 
 

@@ -372,7 +372,7 @@ def _read_rows(source: str, split: str, max_samples: int, seed: int) -> list[dic
         else:
             rows = _hub_rows(source, split)
     except ConnectionError:
-        raise ValueError(f"{source}: no hub; offline use --preset smollm2 or --preset tiny") from None
+        raise ValueError(f"{source}: no hub here; use --preset smollm2 or tiny offline") from None
     except Exception as error:  # other people's exceptions; the text names what exists instead
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"{source}, split {split!r}, cannot be read: {reason}") from error
@@ -417,10 +417,11 @@ def _generate_rows(source: str, split: str, max_samples: int, seed: int) -> list
     task, _, query = source.removeprefix("reasoning_gym:").partition("?")
     _require(task in DATASETS, f"no task {task!r}; near: {get_close_matches(task, DATASETS)}")
     half = 1_000_000
-    _require(max_samples <= half, f"max_samples = {max_samples} is over {half}: lower it")
     options: dict = {} if max_samples < 0 else {"size": max_samples}
     for name, value in urllib.parse.parse_qsl(query):
         options[name] = json.loads(value) if re.fullmatch(r"[-0-9.]+|true|false", value) else value
+    size = options.get("size", 0)
+    _require(size <= half, f"{size} samples are over {half}, and splits would overlap: ask for less")
     first = seed % 1000 * 2 * half + (0 if split == "train" else half)
     return list(reasoning_gym.create_dataset(task, seed=first, **options))
 
@@ -491,7 +492,7 @@ _NUMBER = re.compile(
     r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:/([1-9][0-9]*)|[eE]([-+]?[0-9]{1,3}))?"
 )
-_UNIT = re.compile(r"(?:\s+[A-Za-z][A-Za-z /.]*)?[\s.]*")
+_UNIT = re.compile(r"(?:\s+[A-Za-z][A-Za-z /.]*)?")
 _NO_ANSWER = re.compile(r"|[-+]?(?:nan|inf|infinity)|[-+]?[0-9]+/0+")
 
 
@@ -560,7 +561,7 @@ def _read_number(text: str, where: str) -> set[Fraction]:
     number. where: see `_answer_part`."""
     tokens = [None, *_TOKEN.finditer(text)] if where == "last" else [_TOKEN.match(text)]
     token = tokens[-1]
-    if not token or where == "whole" and not _UNIT.fullmatch(text[token.end() :].lstrip("$")):
+    if not token or where == "whole" and not _UNIT.fullmatch(text[token.end() :].strip("$.\n")):
         return set()
     digits = token[1].rstrip(".,:_-")
     number = _NUMBER.fullmatch(digits)

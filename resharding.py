@@ -1,9 +1,10 @@
 """Where the weights live: split over the ranks for training, whole inside the engine for rollouts.
 
-    training   FSDP2: of each parameter, rank r of W holds rows r, as float32 master weights. A block's
-               full weights exist in the compute dtype from just before its forward until just after.
-    rollout    vLLM holds its own full (or tensor-parallel) copy. `publish_weights` carries the weights
-               over: cast the shard, gather it, hand (name, tensor) to vLLM's loader, next parameter.
+    training   FSDP2: rank r of W holds the r-th part of the rows of each parameter, as float32
+               masters. A block's full weights, in the compute dtype, exist from just before its
+               forward or backward until just after.
+    rollout    vLLM holds a full (or tensor-parallel) copy of its own. `publish_weights` renews it:
+               cast the shard, gather it, hand (name, tensor) to vLLM's loader, next parameter.
 
 Every collective on weights and gradients is in this file; FSDP2 issues its own inside the modules'
 forward and backward. One sum, no mean: nothing here divides by the number of ranks.
@@ -27,16 +28,19 @@ def shard_model(
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
 ) -> nn.Module:
-    """Shard `model` in place over `mesh` (all ranks by default): one FSDP2 group a decoder block, one for the rest.
+    """Shard `model` in place over `mesh` (all ranks by default): one FSDP2 group a decoder block,
+    one for the rest.
 
-    Rank 0 comes with real weights, the others may come with meta tensors: each weight is broadcast from rank 0
-    and cut. Collective. Parameters keep their dtype (float32 masters), compute is in `param_dtype`, gradients
-    are summed over the ranks in `reduce_dtype`.
+    Rank 0 comes with real weights, the others may come with meta tensors: each weight is broadcast
+    from rank 0 and cut. Collective. Parameters keep their dtype (float32 masters), compute is in
+    `param_dtype`, gradients are summed over the ranks in `reduce_dtype`.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     if mesh is None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    weights = {name: tensor.detach() for name, tensor in _named_tensors(model)} if dist.get_rank() == 0 else {}
+    weights = dict(_named_tensors(model)) if dist.get_rank() == 0 else {}
     model.to("meta")
     hf_model(model).tie_weights()  # moving a module to another device unties what was tied
     settings = dict(
@@ -51,23 +55,26 @@ def shard_model(
     hf_model(model).tie_weights()
     with torch.no_grad():
         for name, tensor in _named_tensors(model):
-            _receive(tensor, weights.pop(name, None), device)
+            _fill(tensor, weights.pop(name, None), device)
     for module in fsdp_modules(model):
-        # Losses are sums over global counts (losses.aggregate), so ranks are added up, not averaged. Both calls
-        # are needed: the factor alone asks gloo for an operation that it does not have.
+        # Losses are sums over global counts (losses.aggregate), so ranks are added up, not
+        # averaged. Both calls are needed: the factor alone asks gloo for an operation that it does
+        # not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (a tied one once), then buffers, each in the order of their names: the same on every rank."""
+    """Parameters (a tied one once), then buffers, each in the order of their names: the same on
+    every rank."""
     yield from sorted(model.named_parameters())
     yield from sorted(model.named_buffers())
 
 
-def _receive(tensor: Tensor, weight: Tensor | None, device: torch.device) -> None:
-    """Fill `tensor` (or this rank's shard of it) with rank 0's `weight`, one full tensor alive at a time."""
+def _fill(tensor: Tensor, weight: Tensor | None, device: torch.device) -> None:
+    """Fill `tensor` (or this rank's shard of it) with rank 0's `weight`, one full tensor alive at a
+    time."""
     if dist.get_rank() == 0:
         full = weight.to(device, tensor.dtype)
     else:
@@ -82,7 +89,7 @@ def _receive(tensor: Tensor, weight: Tensor | None, device: torch.device) -> Non
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks that transformers says not to split, in order of execution."""
     names = set(hf_model(model)._no_split_modules)
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -90,15 +97,18 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def hf_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside Actor or Critic: its parameter names are the ones the world knows."""
+    """The transformers model inside Actor or Critic: its parameter names are the ones the world
+    knows."""
     return getattr(model, "hf", model)
 
 
 def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every parameter and saved buffer, tied ones once. Collective: all
-    ranks iterate to the end together. Each shard is cast to `dtype` before it is gathered: half the bytes."""
+    """(Hugging Face name, full tensor) of every parameter and saved buffer, tied ones once.
+    Collective: all ranks iterate to the end together. Each shard is cast to `dtype` before it is
+    gathered: half the bytes."""
     for module in fsdp_modules(model):
-        module.reshard()  # after a forward without backward the root still holds plain, unsharded tensors
+        # after a forward without a backward the root still holds plain, unsharded tensors
+        module.reshard()
     hf = hf_model(model)
     saved = hf.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in hf.named_buffers() if name in saved]
@@ -110,7 +120,8 @@ def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[
 
 
 def publish_weights(model: nn.Module, engine: Any) -> int:
-    """Make the engine sample from `model`: every weight replaced, every cache of the old ones dropped.
+    """Make the engine sample from `model`: every weight replaced, every cache of the old ones
+    dropped.
 
     Collective. `engine` is rollout.Engine. Returns the number of bytes that each engine was handed.
     """
@@ -133,11 +144,13 @@ def publish_weights(model: nn.Module, engine: Any) -> int:
 
 @torch.no_grad()
 def check_published(model: nn.Module, engine: Any, pack: Any, max_gap: float) -> float:
-    """Proof of a publish: mean |log-prob by the engine - log-prob by the trainer| over a probe batch, in nats.
+    """Proof of a publish: mean |log-prob by the engine - log-prob by the trainer| over a probe
+    batch, in nats.
 
-    `pack` (data.Pack) holds a few sequences; both sides score the tokens that it predicts, at temperature 1.
-    Collective; every engine is checked, and the worst one's gap is returned. Above `max_gap` all ranks raise:
-    whatever went stale (a norm, a bias, a tied head), training on its samples would be silently wrong.
+    `pack` (data.Pack) holds a few sequences; both sides score the tokens that it predicts, at
+    temperature 1. Collective; every engine is checked, and the worst one's gap is returned. Above
+    `max_gap` all ranks raise: whatever went stale (a norm, a bias, a tied head), training on its
+    samples would be silently wrong.
     """
     ours = model(pack).float().cpu()
     borders = pack.cu_seqlens.tolist()
@@ -150,15 +163,15 @@ def check_published(model: nn.Module, engine: Any, pack: Any, max_gap: float) ->
     dist.all_reduce(gap, op=dist.ReduceOp.MAX)
     if not gap.item() <= max_gap:
         raise RuntimeError(
-            f"the engine does not hold the published weights: its log-probs differ from the trainer's by "
-            f"{gap.item():.4g} nats a token on average, where at most {max_gap:g} is usual. Nothing was trained "
-            "on them; the architecture may not be loaded completely by this vLLM version"
+            "the engine does not hold the published weights: its log-probs differ from the "
+            f"trainer's by {gap.item():.4g} nats a token on average; the limit is {max_gap:g}. "
+            "Nothing was trained on its answers. Does this vLLM load the whole architecture?"
         )
     return gap.item()
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their norm over all parameters and ranks is at most `max_norm`; the norm
-    before it, the same number on every rank (arXiv 1211.5063)."""
+    """Scale all gradients so that their norm over all parameters and ranks is at most `max_norm`;
+    the norm before it, the same number on every rank (arXiv 1211.5063)."""
     norm = nn.utils.clip_grad_norm_(list(model.parameters()), max_norm)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -1,11 +1,12 @@
 """The sampler: vLLM, one engine in this very process, on the same device as the trainer.
 
-An engine spans `tensor_parallel_size` consecutive ranks; with W ranks there are W / tensor_parallel_size
-engines, and engine e answers prompts e, e + E, e + 2E, ... of the global batch. Each member of a
-tensor-parallel group submits the same requests with the same seeds and gets the same tokens.
+An engine spans `tensor_parallel_size` consecutive ranks; with W ranks there are W /
+tensor_parallel_size engines, and engine e answers prompts e, e + E, e + 2E, ... of the global
+batch. Each member of a tensor-parallel group submits the same requests with the same seeds and gets
+the same tokens.
 
-Token ids go in and token ids come out; text is never seen here. This is the only file that imports vLLM,
-and it does so late: a wrong setting is reported without waiting for it.
+Token ids go in and token ids come out; text is never seen here. This is the only file that imports
+vLLM, and it does so late: a wrong setting is reported without waiting for it.
 """
 
 import os
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from data import Prompt, Rollout
 
-CPU_BLOCK_SIZE = 32  # tokens of a cache block; vLLM's 128 on CPU would waste most of a short answer's
+CPU_BLOCK_SIZE = 32  # tokens of a cache block; of vLLM's 128 a short answer would waste the most
 
 
 @dataclass
@@ -32,11 +33,12 @@ class Engine:
     dtype: torch.dtype
     stop_token_ids: list[int]
     can_sleep: bool
-    has_weights: bool = False  # false until the first publish, and again after a sleep that dropped them
+    has_weights: bool = False  # until the first publish, and after a sleep, which drops them
     has_cache: bool = True
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace every weight by (Hugging Face name, full tensor) pairs; vLLM fuses and slices them itself."""
+        """Replace every weight by (Hugging Face name, full tensor) pairs; vLLM fuses and slices
+        them itself."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.apply_model(_refresh_tied_head)
         self.has_weights = True
@@ -49,14 +51,16 @@ class Engine:
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """log p(token i | tokens before) of every token but the first, at temperature 1."""
         params = self._sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in sequences], params, use_tqdm=False)
+        requests = [{"prompt_token_ids": ids} for ids in sequences]
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [
             [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:])]
             for ids, output in zip(sequences, outputs)
         ]
 
     def _sampling_params(self, **settings):
-        """Everything that bends the distribution is named and neutral, whatever the model's folder declares."""
+        """Everything that bends the distribution is named and neutral, whatever the model's folder
+        declares."""
         from vllm import SamplingParams
 
         neutral = dict(
@@ -94,8 +98,9 @@ def build_engine(
 ) -> Engine:
     """Start vLLM with no weights (they arrive by publish). Collective: all ranks call it together.
 
-    Memory: on a GPU `gpu_memory_utilization` of the whole card is for weights and cache together, unless
-    `kv_cache_gib` gives the cache's size; on a CPU the cache holds max_num_seqs full sequences.
+    Memory: on a GPU `gpu_memory_utilization` of the whole card is for weights and cache together,
+    unless `kv_cache_gib` gives the cache's size; on a CPU the cache holds max_num_seqs full
+    sequences.
     """
     on_gpu = torch.cuda.is_available()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -117,8 +122,8 @@ def build_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_batched_tokens, max_model_len),
         gpu_memory_utilization=gpu_memory_utilization,
-        enforce_eager=enforce_eager or not on_gpu,  # on a CPU compiling takes minutes, and gains little
-        logprobs_mode="processed_logprobs",  # of the distribution that was sampled: after temperature
+        enforce_eager=enforce_eager or not on_gpu,  # compiling for a CPU gains less than it takes
+        logprobs_mode="processed_logprobs",  # of what was sampled: after the temperature
         disable_log_stats=True,
         enable_sleep_mode=on_gpu and free_cache_engine,
     )
@@ -142,20 +147,23 @@ def build_engine(
     )
 
 
-def cache_bytes_per_token(model_path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> int:
-    """Bytes of key and value cache of one token on one rank: 2 x layers x kv heads x head width x bytes."""
+def cache_bytes_per_token(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> int:
+    """Keys and values of one token on one rank: 2 x layers x kv heads x head width x bytes."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_path)
+    config = AutoConfig.from_pretrained(path)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = max(1, (getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = max(1, kv_heads // tensor_parallel_size)
     return 2 * config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
 
 
 def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:
-    """One stream per sample, a function of (run seed, step, place in the global batch, sample) and of no rank."""
-    return int(np.random.SeedSequence([seed, step, prompt, sample]).generate_state(1, np.uint64)[0] >> 1)
+    """One stream per sample, a function of (run seed, step, place in the global batch, sample) and
+    of no rank."""
+    sequence = np.random.SeedSequence([seed, step, prompt, sample])
+    return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
 def generate(
@@ -172,13 +180,15 @@ def generate(
     top_k: int = 0,
     ignore_eos: bool = False,
 ) -> list[Rollout]:
-    """Answers of this engine's share of `prompts` (the global list), n a prompt, in order of (prompt, sample).
+    """Answers of this engine's share of `prompts` (the global list), n a prompt, in order of
+    (prompt, sample).
 
-    `log_prob_fraction` of the sequences, evenly spread, come with the log-probs of their tokens: asking for all
-    halves vLLM's speed. The EOS that was sampled is the last token of an answer; a cut answer has none.
+    `log_prob_fraction` of the sequences, evenly spread, come with the log-probs of their tokens:
+    asking for all halves vLLM's speed. The EOS that was sampled is the last token of an answer; a
+    cut answer has none.
     """
     if not (engine.has_weights and engine.has_cache):
-        raise RuntimeError("the engine holds no weights or no cache: publish and wake it up before generating")
+        raise RuntimeError("the engine has no weights or no cache: publish and wake it up first")
     requests, params, origins = [], [], []
     for place in range(engine.index, len(prompts), engine.num_engines):
         for sample in range(n):
@@ -200,12 +210,12 @@ def generate(
     outputs = engine.llm.generate(requests, params, use_tqdm=False) if requests else []
     if len(outputs) != len(requests):
         raise RuntimeError(f"vLLM answered {len(outputs)} of {len(requests)} requests")
-    return [_to_rollout(output, prompt, sample) for output, (prompt, sample) in zip(outputs, origins)]
+    return [_to_rollout(output, *origin) for output, origin in zip(outputs, origins)]
 
 
 def _to_rollout(output, prompt: Prompt, sample: int) -> Rollout:
     if list(output.prompt_token_ids) != prompt.ids:
-        raise RuntimeError(f"vLLM changed the ids of prompt {prompt.index}: its log-probs would be of another text")
+        raise RuntimeError(f"vLLM answered another prompt than it was given ({prompt.index})")
     answer = output.outputs[0]
     ids = list(answer.token_ids)
     log_probs = None
@@ -216,15 +226,16 @@ def _to_rollout(output, prompt: Prompt, sample: int) -> Rollout:
 
 
 def sleep(engine: Engine) -> None:
-    """Give the device's memory to the trainer. Level 2: weights and cache are dropped, not copied out,
-    since the next publish overwrites the weights anyway."""
+    """Give the device's memory to the trainer. Level 2: weights and cache are dropped, not copied
+    out, since the next publish overwrites the weights anyway."""
     if engine.can_sleep:
         engine.llm.sleep(level=2)
         engine.has_weights = engine.has_cache = False
 
 
 def wake_up(engine: Engine, what: str) -> None:
-    """`what` is "weights" (before a publish; their content is garbage until then) or "kv_cache" (after it)."""
+    """`what` is "weights" (before a publish; their content is garbage until then) or "kv_cache"
+    (after it)."""
     if engine.can_sleep:
         engine.llm.wake_up(tags=[what])
     if what == "kv_cache":
@@ -232,8 +243,9 @@ def wake_up(engine: Engine, what: str) -> None:
 
 
 def _refresh_tied_head(model: torch.nn.Module) -> None:
-    """vLLM on CPU keeps a packed copy of the output head. A reload renews it with the head's own weight only,
-    so with tied embeddings, where the head has none, the copy would silently stay at the old policy's."""
+    """vLLM on CPU keeps a packed copy of the output head. A reload renews it with the head's own
+    weight only, so with tied embeddings, where the head has none, the copy would silently stay at
+    the old policy's."""
     head = getattr(model, "lm_head", None)
     if head is not None and head.weight.device.type == "cpu":
         head.quant_method.process_weights_after_loading(head)

@@ -129,14 +129,17 @@ class Ended:
     seconds: float
 
 
-def launch(arguments: list[str], size: int, folder: Path, timeout: float = 120, **environment) -> Ended:
+def launch(
+    arguments: list[str], size: int, folder: Path, timeout: float = 120, late: float = 0
+) -> Ended:
     """`ppo_fsdp.main()` with these arguments on `size` fresh ranks; as torchrun does, the first rank
-    that fails takes the others along. A program that is not over in time fails the test."""
+    that fails takes the others along. Rank 0 starts `late` seconds after the others. A program that is
+    not over in time fails the test."""
     start, port = time.monotonic(), free_port()
     files = [folder / f"rank{rank}.txt" for rank in range(size)]
     processes = []
     for rank, file in enumerate(files):
-        args = (arguments, rank, size, port, str(file), environment)
+        args = (arguments, rank, size, port, str(file), 0 if rank else late)
         processes.append(FORKS.Process(target=_main, args=args, daemon=True))
         processes[-1].start()
     running = list(processes)
@@ -156,14 +159,14 @@ def launch(arguments: list[str], size: int, folder: Path, timeout: float = 120, 
     return Ended(status, [file.read_text() for file in files], time.monotonic() - start)
 
 
-def _main(arguments, rank, size, port, file, environment) -> None:
+def _main(arguments, rank, size, port, file, late) -> None:
     output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     _become(rank, size, port)
-    os.environ |= environment
     import ppo_fsdp
 
+    time.sleep(late)
     sys.argv = ["ppo_fsdp.py", *arguments]
     ppo_fsdp.main()
 

@@ -1,7 +1,8 @@
-"""Model folders of well-known shapes with drawn weights, and prompts of an exact length: for benchmarks.
+"""Model folders of well-known shapes with drawn weights, and prompts of an exact length: for
+benchmarks.
 
-    python tools/shapes.py 0.5b OUT --prompts 256 --length 512
-    torchrun --nproc_per_node 1 ppo_fsdp.py --model-path OUT --random-weights --train-data OUT/prompts.jsonl ...
+    python tools/shapes.py 0.5b OUT --prompts 256 --length 512 torchrun --nproc_per_node 1
+    ppo_fsdp.py --model-path OUT --random-weights --train-data OUT/prompts.jsonl ...
 
 Writes config.json (no weights), the character tokenizer of the tiny model, and prompts.jsonl.
 """
@@ -52,13 +53,14 @@ def write_shape(name: str, folder: Path, num_prompts: int, length: int, seed: in
     draw = random.Random(seed)
     with open(folder / "prompts.jsonl", "w") as lines:
         for _ in range(num_prompts):
-            # digits: one token each also under the pre-tokenizer that transformers gives every Qwen2
+            # digits: one token each also under the pre-tokenizer that transformers gives every
+            # Qwen2
             text = "".join(draw.choice("0123456789") for _ in range(length))
             lines.write(json.dumps(dict(question=text, answer=str(draw.randrange(10)))) + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompts", type=int, default=256)

