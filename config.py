@@ -151,6 +151,8 @@ class Config:
     critic_warmup: int = 0
 
     # ---- sharding
+    # Ranks that share one copy of the weights; 0: all. Fewer: less to gather, more memory (HSDP).
+    fsdp_size: int = 0
     # Free a block's full weights after its forward (less memory), or keep them for the backward.
     reshard_after_forward: bool = True
     # Recompute a block's activations in the backward instead of keeping them.
@@ -213,7 +215,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         max_prompt_length=96, max_response_length=12, train_batch_size=24, ppo_mini_batch_size=12,
         total_training_steps=10, test_freq=0, ppo_max_token_len_per_gpu=2048,
         lr=2e-5, critic_lr=1e-4, entropy_coeff=0.0, gradient_checkpointing=False,
-        reshard_after_forward=False, max_num_seqs=64, gpu_memory_utilization=0.3,
+        fsdp_size=1, reshard_after_forward=False, max_num_seqs=64, gpu_memory_utilization=0.3,
         free_cache_engine=False,
     ),
     # Seconds a step: a random model made by the code, one token a character. To read along.
@@ -264,6 +266,10 @@ def check_config(c: Config, world_size: int) -> None:
         world_size % c.tensor_parallel_size == 0,
         f"tensor_parallel_size {c.tensor_parallel_size} does not divide the {world_size} ranks: "
         "change it or --nproc_per_node",
+    )
+    _require(
+        c.fsdp_size >= 0 and world_size % (c.fsdp_size or 1) == 0,
+        f"fsdp_size {c.fsdp_size} does not divide the {world_size} ranks: change it, 0 is all",
     )
     longest = c.max_prompt_length + c.max_response_length
     caps = ["ppo_max_token_len_per_gpu"]

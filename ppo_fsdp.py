@@ -198,6 +198,8 @@ def build_networks(
     receive."""
     compute_dtype = getattr(torch, config.dtype)
     updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
+    mesh = resharding.make_mesh(config.fsdp_size)
+    reshard = config.reshard_after_forward
 
     def build(builder: Callable, path: str, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(config.seed)
@@ -205,9 +207,7 @@ def build_networks(
             path, dtype, meta=not world.is_main, random_weights=config.random_weights,
             gradient_checkpointing=config.gradient_checkpointing,
         )
-        return resharding.shard_model(
-            model, param_dtype=compute_dtype, reshard_after_forward=config.reshard_after_forward
-        )
+        return resharding.shard_model(model, mesh, compute_dtype, reshard_after_forward=reshard)
 
     actor = build(models.build_actor, path, torch.float32)
     actor = make_learner(actor, config.lr, config, updates * (num_steps - config.critic_warmup))
@@ -223,7 +223,8 @@ def build_networks(
 
 def make_learner(model: nn.Module, lr: float, config: Config, total_steps: int) -> Learner:
     """AdamW on the float32 shards; the schedule counts optimizer steps that were taken."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=config.weight_decay)
+    decay = config.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay, fused=True)
 
     def factor(done: int) -> float:
         """Of the learning rate in optimizer step `done` + 1: never 0 within the run."""

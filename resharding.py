@@ -21,6 +21,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
+def make_mesh(fsdp_size: int = 0) -> DeviceMesh:
+    """The ranks as rows of `fsdp_size` that share one copy of the weights; 0: all in one row.
+
+    Short rows (HSDP) gather less, hold more, and add their gradients up over rows. Collective.
+    """
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = dist.get_world_size()
+    if fsdp_size in (0, ranks):
+        return init_device_mesh(kind, (ranks,), mesh_dim_names=("shard",))
+    shape = (ranks // fsdp_size, fsdp_size)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
 def shard_model(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
@@ -38,13 +51,11 @@ def shard_model(
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    if mesh is None:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     weights = dict(_named_tensors(model)) if dist.get_rank() == 0 else {}
     model.to("meta")
     hf_model(model).tie_weights()  # moving a module to another device unties what was tied
     settings = dict(
-        mesh=mesh,
+        mesh=mesh or make_mesh(),
         mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
         reshard_after_forward=reshard_after_forward,
     )
