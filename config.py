@@ -242,21 +242,15 @@ def parse_config(arguments: list[str], is_main: bool = True) -> Config:
 
 def check_config(c: Config, world_size: int) -> None:
     """Refuse what cannot work: one sentence, with both numbers and what to change (ValueError)."""
-    at_least_1 = (
-        "train_batch_size", "ppo_mini_batch_size", "n", "ppo_epochs", "max_prompt_length",
-        "max_response_length", "ppo_micro_batch_size_per_gpu", "tensor_parallel_size",
-        "max_num_seqs",
+    _check_ranges(c)
+    _require(
+        c.total_training_steps or c.total_epochs >= 1,
+        f"total_training_steps is 0 and total_epochs {c.total_epochs}: one of them must be above 0",
     )
-    above_0 = ("lr", "critic_lr", "max_grad_norm", "reward_timeout", "horizon", "target_kl")
-    fractions = ("gamma", "lam", "log_prob_fraction", "gpu_memory_utilization")
-    for names, holds, range_ in (
-        (at_least_1, lambda x: x >= 1, "at least 1"),
-        (above_0, lambda x: x > 0, "above 0"),
-        (fractions, lambda x: 0 <= x <= 1, "between 0 and 1"),
-    ):
-        for name in names:
-            value = getattr(c, name)
-            _require(holds(value), f"{name} is {value}: it must be {range_}")
+    _require(
+        not c.total_training_steps or c.critic_warmup < c.total_training_steps,
+        f"critic_warmup {c.critic_warmup} must be below the {c.total_training_steps} training steps",
+    )
     _require(
         c.train_batch_size % c.ppo_mini_batch_size == 0,
         f"train_batch_size {c.train_batch_size} is not a multiple of ppo_mini_batch_size "
@@ -268,7 +262,7 @@ def check_config(c: Config, world_size: int) -> None:
         "change it or --nproc_per_node",
     )
     _require(
-        c.fsdp_size >= 0 and world_size % (c.fsdp_size or 1) == 0,
+        world_size % (c.fsdp_size or 1) == 0,
         f"fsdp_size {c.fsdp_size} does not divide the {world_size} ranks: change it, 0 is all",
     )
     longest = c.max_prompt_length + c.max_response_length
@@ -307,6 +301,34 @@ def check_config(c: Config, world_size: int) -> None:
         c.adv_estimator not in ("grpo", "rloo") or c.n > 1,
         f"adv_estimator {c.adv_estimator} compares answers to one prompt, but n is {c.n}: raise it",
     )
+
+
+def _check_ranges(c: Config) -> None:
+    """Bounds of single options."""
+    at_least_1 = (
+        "train_batch_size", "ppo_mini_batch_size", "n", "ppo_epochs", "max_prompt_length",
+        "max_response_length", "ppo_micro_batch_size_per_gpu", "tensor_parallel_size",
+        "max_num_seqs",
+    )
+    above_0 = (
+        "lr", "critic_lr", "max_grad_norm", "reward_timeout", "horizon", "target_kl",
+        "rollout_is_threshold",
+    )
+    at_least_0 = (
+        "total_training_steps", "critic_warmup", "lr_warmup_steps", "clip_range_value", "seed",
+        "loss_scale_factor", "val_temperature", "kv_cache_gib", "weight_decay", "test_freq",
+        "sample_freq", "check_published_freq", "fsdp_size",
+    )
+    fractions = ("gamma", "lam", "log_prob_fraction", "gpu_memory_utilization")
+    for names, holds, bound in (
+        (at_least_1, lambda x: x >= 1, "at least 1"),
+        (above_0, lambda x: x > 0, "above 0"),
+        (at_least_0, lambda x: x >= 0, "at least 0"),
+        (fractions, lambda x: 0 <= x <= 1, "between 0 and 1"),
+    ):
+        for name in names:
+            value = getattr(c, name)
+            _require(holds(value), f"{name} is {value}: it must be {bound}")
 
 
 def check_model(c: Config, folder: str) -> None:

@@ -222,9 +222,7 @@ def pack(batch: Batch, rows: Sequence[int] | Tensor, pad_to: int = 1) -> Pack:
         max_seqlen=int(segments.max()),
         hidden_rows=borders[local_rows] + prompt_lengths[local_rows] + columns - 1,
         targets=responses[local_rows, columns],
-        rows=rows,
-        local_rows=local_rows,
-        columns=columns,
+        rows=rows, local_rows=local_rows, columns=columns,
     )
 
 
@@ -683,8 +681,9 @@ def _serve_reward(pipe: str, path: str, name: str, timeout: str) -> None:
                 assert callable(function), f"{path} has no function {name!r}"
             else:
                 score = float(function(*request))
-        except BaseException:
-            failure = " ".join(traceback.format_exc(limit=-1).split())[-1000:]
+        except BaseException as error:
+            line = traceback.extract_tb(error.__traceback__)[-1].lineno
+            failure = " ".join(f"line {line}: {type(error).__name__}: {error}".split())[:1000]
         faulthandler.cancel_dump_traceback_later()
         connection.send((score, failure))
 

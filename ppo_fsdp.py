@@ -136,12 +136,13 @@ def setup(config: Config, world: World) -> Run:
         on_gpu = world.device.type == "cuda"
         config = dataclasses.replace(config, dtype="bfloat16" if on_gpu else "float32")
     cache = Path(__file__).parent / ".cache"
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        models.resolve_model(config.model_path, cache)
-    dist.barrier()  # the other ranks read what the first one of the machine may have written
-    model_path = models.resolve_model(config.model_path, cache)
-    check_model(config, model_path)
-    tokenizer = models.load_tokenizer(model_path)
+    paths = [config.model_path, config.critic_model_path or config.model_path]
+    for reads in (int(os.environ["LOCAL_RANK"]) == 0, True):  # the first of a machine may write
+        folders = [models.resolve_model(path, cache) for path in paths if reads]
+        dist.barrier()
+    for folder in folders:
+        check_model(config, folder)
+    tokenizer = models.load_tokenizer(folders[0])
     train_prompts = load_prompts(config, tokenizer, world, "train")
     val_prompts = load_prompts(config, tokenizer, world, "val")
     data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # checks the sizes
@@ -152,9 +153,9 @@ def setup(config: Config, world: World) -> Run:
     if world.is_main:
         print(batch_equation(config, world, num_steps, len(train_prompts)), flush=True)
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
-    engine = build_engine(config, model_path, tokenizer, world)
+    engine = build_engine(config, folders[0], tokenizer, world)
     rollout.sleep(engine)
-    actor, critic, reference = build_networks(config, model_path, world, num_steps)
+    actor, critic, reference = build_networks(config, folders[0], world, num_steps, folders[1])
     return Run(
         config, world, folder, num_steps, tokenizer, train_prompts, val_prompts, reward,
         engine, actor, critic, reference,
@@ -192,14 +193,13 @@ def build_engine(config: Config, path: str, tokenizer: Any, world: World) -> rol
 
 
 def build_networks(
-    config: Config, path: str, world: World, num_steps: int
+    config: Config, path: str, world: World, num_steps: int, critic_path: str = ""
 ) -> tuple[Learner, Learner | None, nn.Module | None]:
     """(actor, critic or None, frozen reference or None), sharded; rank 0 reads, the others
     receive."""
     compute_dtype = getattr(torch, config.dtype)
     updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
-    mesh = resharding.make_mesh(config.fsdp_size)
-    reshard = config.reshard_after_forward
+    mesh, reshard = resharding.make_mesh(config.fsdp_size), config.reshard_after_forward
 
     def build(builder: Callable, path: str, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(config.seed)
@@ -213,7 +213,7 @@ def build_networks(
     actor = make_learner(actor, config.lr, config, updates * (num_steps - config.critic_warmup))
     critic = reference = None
     if config.adv_estimator == "gae":
-        critic = build(models.build_critic, config.critic_model_path or path, torch.float32)
+        critic = build(models.build_critic, critic_path or path, torch.float32)
         critic = make_learner(critic, config.critic_lr, config, updates * num_steps)
     if config.use_kl_in_reward or config.use_kl_loss:
         # Never trained, so no float32 masters: less memory, the same numbers.
@@ -724,25 +724,25 @@ def train(run: Run) -> None:
 
 def main() -> None:
     """A wrong setting or input is one sentence; a traceback is for what we did not foresee."""
-    config = parse_config(sys.argv[1:], is_main=os.environ.get("RANK", "0") == "0")
-    world = init_distributed()
+    is_main = os.environ.get("RANK", "0") == "0"
     status = 0
     try:
-        run = setup(config, world)
+        config = parse_config(sys.argv[1:], is_main)
+        run = setup(config, init_distributed())
         train(run)
         run.reward.close()
         dist.barrier()  # nobody leaves while another still needs it
     except BaseException as error:
-        status = 1
-        if not world.is_main:
+        if not is_main:
             time.sleep(5)  # rank 0 says what it complains of too; torchrun ends this rank meanwhile
-        if not isinstance(error, (ValueError, data.RewardError)):
+        status = error.code if isinstance(error, SystemExit) else 1
+        if not isinstance(error, (ValueError, SystemExit)):
             traceback.print_exc()
-        where = "" if world.is_main else f" on rank {world.rank}"
-        print(f"error{where}: {error}", file=sys.stderr)
+        if not isinstance(error, SystemExit):  # the command line's own complaint is out already
+            where = "" if is_main else f" on rank {os.environ['RANK']}"
+            print(f"error{where}: {error}", file=sys.stderr)
     # No teardown: a peer that waits in a collective, or the engine's own, must not hold up the end.
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)
 
 

@@ -494,13 +494,13 @@ def in_words(ids):
 ROWS = [
     {"question": "1 + 1 =", "answer": "2"},
     {"question": 'a "comma", and\ntwo lines', "answer": "007"},
-    {"question": "what is a ?", "answer": "None"},
+    {"question": "what is \u00e9 ?", "answer": "None"},
 ]
 
 
 def write(path, rows):
     if path.suffix == ".csv":
-        with open(path, "w", newline="") as file:
+        with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0].keys())
             writer.writeheader()
             writer.writerows(rows)
@@ -510,7 +510,8 @@ def write(path, rows):
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")  # a blank line too
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        path.write_text("\ufeff" + "".join(lines) + "\n", "utf-8")  # Windows' mark, a blank line
     else:
         path.write_text(json.dumps(rows))
     return str(path)
@@ -701,6 +702,9 @@ GRADES = [  # (response, answer, grade)
     ("9" * 5000, "5", 0), ("1e999999999", "1", 0), ("1e999999999", "5" + "0" * 99, 0),
     ("1e-999999999", "0", 0), ("1e999", "1e998", 0), ("1e1000", "10e999", 0),
     ("1e-999", "0", 0), ("1/" + "9" * 900, "0", 0),
+    # The last one counts however far from the end it is.
+    ("word " * 3000 + "7", "7", 1), ("7 " + "word " * 3000, "7", 1), ("7" * 9 + " a" * 9000, "7", 0),
+    ("8 " + "word " * 3000 + "#### 7" + " word" * 3000, "7", 1),
     # Answers that are no number are words.
     ("Paris", "paris", 1), ("**Paris**.", "Paris", 1), ("#### Paris", "Paris", 1),
     ("\\boxed{\\text{Paris}}", "Paris", 1), ("In Paris", "Paris", 0), ("2x+1", "2x+1", 1),

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 # in one file they would leave no screen on which the loop is seen.
 BUDGETS = {
     "ppo_fsdp.py": 550,
-    "config.py": 250,
+    "config.py": 260,
     "data.py": 450,
     "rollout.py": 300,
     "models.py": 350,
@@ -27,7 +27,7 @@ BUDGETS = {
     "losses.py": 400,
 }
 TOTAL = 2250  # the six of the design under 2,000, and config.py
-LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100, ("config.py", "check_config"): 70}  # the loop; a list
+LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
     "ppo_fsdp": {"config", "data", "losses", "models", "resharding", "rollout"},
     "config": {"losses", "models", "rollout"},
@@ -75,7 +75,7 @@ def test_all_files_together_are_within_the_budget():
 
 @pytest.mark.parametrize("name", BUDGETS)
 def test_functions_are_short(name):
-    """At most 60 lines of code a function; the two exceptions are named above."""
+    """At most 60 lines of code a function, but for the loop."""
     source = (HERE / name).read_text()
     code = code_lines(source)
     for node in ast.walk(ast.parse(source)):
