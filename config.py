@@ -249,7 +249,7 @@ def check_config(c: Config, world_size: int) -> None:
     )
     _require(
         not c.total_training_steps or c.critic_warmup < c.total_training_steps,
-        f"critic_warmup {c.critic_warmup} must be below the {c.total_training_steps} training steps",
+        f"critic_warmup {c.critic_warmup}: fewer than all {c.total_training_steps} training steps",
     )
     _require(
         c.train_batch_size % c.ppo_mini_batch_size == 0,

@@ -112,9 +112,9 @@ def test_a_batch_of_empty_responses_is_a_batch():
 def test_engine_log_probs_stand_at_their_token_and_the_rest_is_nan():
     """rollout_log_probs[i,t] is what the engine said of response token t. What it did not say (a
     token, a whole response, the padding) is NaN: 0 would pass for a probability of one."""
-    asked = answer_to([1, 2, 3], [4, 5, 6], log_probs=[-0.5, None, NAN])
-    batch = data.collate([answer_to([1], [2, 3, 4, 5]), asked])
-    expected = torch.tensor([[NAN] * 4, [-0.5, NAN, NAN, NAN]])
+    asked = answer_to([1, 2, 3], [4, 5, 6, 7], log_probs=[-0.5, None, NAN, -0.25])
+    batch = data.collate([answer_to([1], [2, 3, 4, 5, 6]), asked])
+    expected = torch.tensor([[NAN] * 5, [-0.5, NAN, NAN, -0.25, NAN]])
     torch.testing.assert_close(batch.rollout_log_probs, expected, rtol=0, atol=0, equal_nan=True)
     assert data.collate([answer_to([1], [2])]).rollout_log_probs is None
     longest = data.collate([answer_to([1], [2, 3]), answer_to([1], [2], log_probs=[-1.0])])
@@ -626,6 +626,24 @@ def test_a_source_that_cannot_be_read_is_refused_in_one_sentence(tmp_path):
     says(lambda: load("openai/gsm8k"), "openai/gsm8k", "--preset smollm2", "--preset tiny")
 
 
+def test_the_configuration_of_a_hub_data_set_stands_behind_a_colon(monkeypatch):
+    """"name:configuration" is asked of the hub as two words; GSM8K, which has two configurations
+    and no default there, is "main" unless said otherwise. The hub is the test's."""
+    import datasets
+
+    asked = []
+
+    def hub(name, config, split):
+        asked.append((name, config, split))
+        return [{"question": "a", "answer": "1"}] * 3
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    for source in ("openai/gsm8k", "openai/gsm8k:socratic", "a/b", "a/b:c"):
+        assert len(load(source, split="test", max_samples=2)) == 2
+    gsm8k = [("openai/gsm8k", "main", "test"), ("openai/gsm8k", "socratic", "test")]
+    assert asked == [*gsm8k, ("a/b", None, "test"), ("a/b", "c", "test")]
+
+
 SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=6&max_digits=6"
 
 
@@ -703,7 +721,8 @@ GRADES = [  # (response, answer, grade)
     ("1e-999999999", "0", 0), ("1e999", "1e998", 0), ("1e1000", "10e999", 0),
     ("1e-999", "0", 0), ("1/" + "9" * 900, "0", 0),
     # The last one counts however far from the end it is.
-    ("word " * 3000 + "7", "7", 1), ("7 " + "word " * 3000, "7", 1), ("7" * 9 + " a" * 9000, "7", 0),
+    ("word " * 3000 + "7", "7", 1), ("7 " + "word " * 3000, "7", 1),
+    ("7" * 9 + " a" * 9000, "7", 0),
     ("8 " + "word " * 3000 + "#### 7" + " word" * 3000, "7", 1),
     # Answers that are no number are words.
     ("Paris", "paris", 1), ("**Paris**.", "Paris", 1), ("#### Paris", "Paris", 1),
