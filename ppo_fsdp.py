@@ -357,6 +357,7 @@ def evaluate(run: Run, metrics: Metrics) -> None:
     answers = gather(answers, 1, run)
     score(answers, run, Metrics(run.world))
     source = (config.val_data or config.train_data).split("?")[0]
+    source = source.rsplit("/", 1)[-1] if Path(source).is_file() else source
     mean = sum(answer.score for answer in answers) / len(answers)
     metrics.known[f"val-core/{source}/reward/mean@1"] = mean
     metrics.known["val/num_prompts"] = len(answers)
@@ -622,11 +623,10 @@ def open_run(config: Config, world: World) -> Path:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     files = sorted(Path(__file__).parent.glob("*.py"))
-    on_gpu = world.device.type == "cuda"
     record = dict(
         config=dataclasses.asdict(config), command=sys.argv, ranks=world.size,
-        device=torch.cuda.get_device_name() if on_gpu else "cpu", python=platform.python_version(),
-        versions=versions,
+        device=torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        python=platform.python_version(), versions=versions,
         sources={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
     )
     if world.is_main:
