@@ -248,8 +248,8 @@ def check_config(c: Config, world_size: int) -> None:
         f"total_training_steps is 0 and total_epochs {c.total_epochs}: one of them must be above 0",
     )
     _require(
-        not c.total_training_steps or c.critic_warmup < c.total_training_steps,
-        f"critic_warmup {c.critic_warmup}: fewer than all {c.total_training_steps} training steps",
+        not c.total_training_steps or c.critic_warmup <= c.total_training_steps,
+        f"critic_warmup {c.critic_warmup}: more than all {c.total_training_steps} training steps",
     )
     _require(
         c.train_batch_size % c.ppo_mini_batch_size == 0,
