@@ -446,17 +446,18 @@ def test_torchrun_runs_it_from_end_to_end(tmp_path):
 
 
 def test_a_fault_of_one_rank_ends_all(files, tmp_path):
-    """A reward that raises on rank 1 alone: torchrun ends with a status that is not 0, long before any
+    """A reward that raises on rank 1 alone: all ranks are gone within 30 seconds of it, long before any
     timeout of a collective; the message names prompt and cause, and the answers are kept in a file."""
     arguments = ["--preset", "tiny", "--runs-dir", str(tmp_path), "--run-name", "fault"]
     arguments += ["--no-val-before-train", "--reward", f"{files / 'reward.py'}:fails_on_rank_1"]
     done = launch(arguments, 2, tmp_path)
-    assert done.status[1] == 1 and done.status[0] != 0 and done.seconds < 60
+    assert done.status[1] == 1 and done.status[0] != 0, done.output
     assert len(only_error(done.output[1]).splitlines()) == 1
     text = only_error(done.output[1])
     assert "on rank 1" in text and "reward of prompt" in text and "planted" in text
     kept = tmp_path / "fault" / "rollouts-of-failed-reward-rank1.jsonl"
     assert str(kept) in text and len(kept.read_text().splitlines()) == 32
+    assert time.time() - kept.stat().st_mtime < 30
     assert "error" not in done.output[0]
 
 
