@@ -306,7 +306,8 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(builder):
 
 
 def test_dropout_is_off_in_training_mode():
-    """Two forwards of a network in training mode are equal, dropout in the model's folder or not."""
+    """Two forwards of a network in training mode are equal, dropout in the model's folder or
+    not."""
     actor = models.build_actor(tiny(), gradient_checkpointing=True)
     assert actor.hf.training and actor.hf.config.attention_dropout == 0
     pack = data.pack(batch_of(), range(5))
@@ -354,7 +355,8 @@ def test_a_new_value_head_is_zero_and_a_saved_one_is_kept(tmp_path):
 
 
 def test_meta_networks_have_the_names_and_no_memory():
-    """The ranks that wait for a broadcast know names, shapes and ties, and hold no byte of weights."""
+    """The ranks that wait for a broadcast know names, shapes and ties, and hold no byte of
+    weights."""
     for name in ("tiny", "tiny-untied"):
         real, empty = models.build_actor(tiny(name)), models.build_actor(tiny(name), meta=True)
         shapes = [{k: v.shape for k, v in x.named_parameters()} for x in (real, empty)]
@@ -393,9 +395,10 @@ def copy_of_tiny(tmp_path, **changes):
     ],
 )
 def test_every_declared_end_token_ends_an_answer(tmp_path, config, generation, expected):
-    """stop ids = tokenizer's u config's u generation config's, each an int, a list or nothing. Wrong:
-    the tokenizer's alone, and a chat model runs on past its turn to the length limit."""
-    changes = {"config": {"eos_token_id": config}, "generation_config": {"eos_token_id": generation}}
+    """stop ids = tokenizer's u config's u generation config's, each an int, a list or nothing.
+    Wrong: the tokenizer's alone, and a chat model runs on past its turn to the length limit."""
+    declared = {"config": config, "generation_config": generation}
+    changes = {file: {"eos_token_id": ids} for file, ids in declared.items()}
     folder = copy_of_tiny(tmp_path, **changes)
     tokenizer = models.load_tokenizer(folder)
     assert models.stop_token_ids(folder, tokenizer) == expected
@@ -405,8 +408,8 @@ def test_every_declared_end_token_ends_an_answer(tmp_path, config, generation, e
 
 
 def test_what_is_missing_is_said_in_one_sentence(tmp_path):
-    """An absent folder, a folder without model or tokenizer, a hub out of reach: one line that names
-    the path, and what works without a network where that is the way out."""
+    """An absent folder, a folder without model or tokenizer, a hub out of reach: one line that
+    names the path, and what works without a network where that is the way out."""
     no_tokenizer = copy_of_tiny(tmp_path)
     for file in Path(no_tokenizer).glob("tokenizer*"):
         file.unlink()
@@ -432,7 +435,8 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path):
 
 
 def test_a_model_folder_appears_only_when_it_is_whole(tmp_path, monkeypatch):
-    """A writer that dies in the middle leaves nothing under the name, and the next one starts anew."""
+    """A writer that dies in the middle leaves nothing under the name, and the next one starts
+    anew."""
 
     def dies(folder):
         (folder / "config.json").write_text("{}")

@@ -1,6 +1,6 @@
 """The lessons of ppo_fsdp.py and config.py: one step is one step, and what cannot work is said.
 
-Run alone:  python -m pytest -q test_ppo.py     (about 2 minutes, CPU, real vLLM engines)
+Run alone:  python -m pytest -q test_ppo.py     (about 3 minutes, CPU, real vLLM engines)
 
 Whole runs of the tiny model on ranks of testing_ranks.py, around one engine a group; twice the real
 torchrun. The reward is the share of digits in an answer: a random policy can learn it in seconds.
@@ -172,7 +172,9 @@ RECIPES = {
 CUTS = {
     "two ranks": (2, {}),
     "two ranks, cap 64": (2, dict(ppo_max_token_len_per_gpu=64)),
-    "two ranks, cap 150": (2, dict(ppo_max_token_len_per_gpu=150, log_prob_max_token_len_per_gpu=64)),
+    "two ranks, cap 150": (
+        2, dict(ppo_max_token_len_per_gpu=150, log_prob_max_token_len_per_gpu=64),
+    ),
     "two ranks, 3 sequences": (2, dict(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=3)),
     "one rank, 1 sequence": (1, dict(use_dynamic_bsz=False)),
 }
@@ -193,9 +195,10 @@ def differing(records, others):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_does_not_depend_on_ranks_or_micro_batches(ranks, files, recipe):
-    """Two steps with 1 rank and all rows at once = with 2 ranks, with caps of 64 and 150 tokens, with
-    3 or 1 sequences a micro-batch: the same sampled ids (also after the first update), the same losses,
-    gradient norms and all other numbers of metrics.jsonl, the same weights, to 1e-5."""
+    """Two steps with 1 rank and all rows at once = with 2 ranks, with caps of 64 and 150 tokens,
+    with 3 or 1 sequences a micro-batch: the same sampled ids (also after the first update), the
+    same losses, gradient norms and all other numbers of metrics.jsonl, the same weights, to
+    1e-5."""
     name = recipe.replace(" ", "-")
     (whole,) = ranks[1](whole_run, small(files, run_name=name, **RECIPES[recipe]))
     assert len(whole.records) == 2
@@ -240,8 +243,9 @@ OF_A_CRITIC = {
     "estimator", ["gae", "grpo", "rloo", "reinforce_plus_plus"]
 )
 def test_the_policy_learns(ranks, files, estimator):
-    """8 steps of 64 answers raise the share of digits (10 of 84 tokens at the start), whatever makes
-    the advantages; every number of every step is finite and every key is there in every step."""
+    """8 steps of 64 answers raise the share of digits (10 of 84 tokens at the start), whatever
+    makes the advantages; every number of every step is finite and every key is there in every
+    step."""
     config = small(
         files, run_name=f"learn-{estimator}", adv_estimator=estimator, total_training_steps=8,
         n=4, entropy_coeff=0.0, lr=1e-2, critic_lr=1e-2,
@@ -261,8 +265,9 @@ def test_the_policy_learns(ranks, files, estimator):
 
 
 def test_the_first_update_is_on_policy(ranks, files):
-    """Before anything was learned the ratio is 1 and the policy is the reference: with one mini-batch
-    KL = 0, no clipping, old minus new log-prob = 0; the engine agrees, and values of a new head are 0."""
+    """Before anything was learned the ratio is 1 and the policy is the reference: with one
+    mini-batch KL = 0, no clipping, old minus new log-prob = 0; the engine agrees, and values of a
+    new head are 0."""
     config = small(files, run_name="on-policy", ppo_mini_batch_size=16, total_training_steps=1)
     record = ranks[2](whole_run, config)[0].records[0]
     for name in ("actor/reward_kl_penalty", "actor/ppo_kl"):
@@ -314,8 +319,8 @@ def rates(total, kind="linear", warmup=0, steps=None):
 
 
 def test_the_schedule_counts_optimizer_steps():
-    """linear over 40: 1 at first, 0.5 after 20, still above 0 at the last. Warm-up of 4: 1/4, 2/4, 3/4,
-    1, never 0; a warm-up as long as the run works."""
+    """linear over 40: 1 at first, 0.5 after 20, still above 0 at the last. Warm-up of 4: 1/4, 2/4,
+    3/4, 1, never 0; a warm-up as long as the run works."""
     linear = rates(40)
     assert linear == pytest.approx([1 - i / 40 for i in range(40)])
     assert linear[20] == 0.5 and linear[-1] > 0
@@ -327,8 +332,8 @@ def test_the_schedule_counts_optimizer_steps():
 
 
 def test_a_run_takes_as_many_optimizer_steps_as_its_schedule_has(ranks, files):
-    """3 batches x 2 epochs x 2 mini-batches = 12 steps of the schedule: the rate of the last step of
-    each batch is 1 - 3/12, 1 - 7/12, 1 - 11/12, though each was many micro-batches."""
+    """3 batches x 2 epochs x 2 mini-batches = 12 steps of the schedule: the rate of the last step
+    of each batch is 1 - 3/12, 1 - 7/12, 1 - 11/12, though each was many micro-batches."""
     config = small(
         files, run_name="schedule", total_training_steps=3, ppo_epochs=2, lr=1e-3, critic_lr=1e-2,
         lr_scheduler_type="linear", ppo_max_token_len_per_gpu=64,
@@ -363,18 +368,16 @@ def gathered(world, ids_of_rank, num_engines):
     prompt = data.Prompt(0, [3], "", "")
     local = [data.Rollout(prompt, ids, "length") for ids in ids_of_rank[world.rank]]
     engine = types.SimpleNamespace(num_engines=num_engines)
+    run = types.SimpleNamespace(world=world, engine=engine)
     try:
-        return [
-            answer.response_ids[0]
-            for answer in ppo_fsdp.gather(local, 1, types.SimpleNamespace(world=world, engine=engine))
-        ]
+        return [answer.response_ids[0] for answer in ppo_fsdp.gather(local, 1, run)]
     except RuntimeError as error:
         return str(error)
 
 
 def test_answers_come_back_in_the_order_of_the_prompts(ranks):
-    """Engine e has prompts e, e + 2, ...: [0, 2, 4] and [1, 3] become 0..4 on both ranks. Members of one
-    engine with other tokens than its first rank stop the run everywhere."""
+    """Engine e has prompts e, e + 2, ...: [0, 2, 4] and [1, 3] become 0..4 on both ranks. Members
+    of one engine with other tokens than its first rank stop the run everywhere."""
     engines = [[[0], [2], [4]], [[1], [3]]]
     assert ranks[2](gathered, engines, 2) == [[0, 1, 2, 3, 4]] * 2
     member = [[0], [1]]
@@ -395,8 +398,8 @@ def scored(world, files, count, n):
 
 
 def test_every_answer_gets_the_score_of_its_own_prompt(ranks, files):
-    """A reward that reads k from the prompt gives k to each answer of prompt k, on 1 and 2 ranks, for
-    1 and 3 answers a prompt, also where the ranks' shares are unequal."""
+    """A reward that reads k from the prompt gives k to each answer of prompt k, on 1 and 2 ranks,
+    for 1 and 3 answers a prompt, also where the ranks' shares are unequal."""
     for size, count, n in ((1, 8, 1), (2, 8, 3), (2, 5, 1)):
         for pairs in ranks[size](scored, files, count, n):
             assert pairs == [(i, float(i)) for i in range(count) for _ in range(n)]
@@ -418,8 +421,9 @@ def torchrun(arguments, ranks=2, timeout=200):
 
 
 def test_torchrun_runs_it_from_end_to_end(tmp_path):
-    """Exit status 0 on two ranks; one line of metrics a step beside the evaluation before the first;
-    samples; and what a result needs to be repeated: configuration, command, versions, source hashes."""
+    """Exit status 0 on two ranks; one line of metrics a step beside the evaluation before the
+    first; samples; and what a result needs to be repeated: configuration, command, versions, source
+    hashes."""
     arguments = ["--preset", "tiny", "--total-training-steps", "2", "--runs-dir", str(tmp_path)]
     arguments += ["--run-name", "end-to-end", "--sample-freq", "1", "--test-freq", "2"]
     status, output, _ = torchrun(arguments)
@@ -446,8 +450,9 @@ def test_torchrun_runs_it_from_end_to_end(tmp_path):
 
 
 def test_a_fault_of_one_rank_ends_all(files, tmp_path):
-    """A reward that raises on rank 1 alone: all ranks are gone within 30 seconds of it, long before any
-    timeout of a collective; the message names prompt and cause, and the answers are kept in a file."""
+    """A reward that raises on rank 1 alone: all ranks are gone within 30 seconds of it, long before
+    any timeout of a collective; the message names prompt and cause, and the answers are kept in a
+    file."""
     arguments = ["--preset", "tiny", "--runs-dir", str(tmp_path), "--run-name", "fault"]
     arguments += ["--no-val-before-train", "--reward", f"{files / 'reward.py'}:fails_on_rank_1"]
     done = launch(arguments, 2, tmp_path)
@@ -560,8 +565,9 @@ def without_tokenizer(folder):
     """A model folder that lacks one."""
     target = folder / "no-tokenizer"
     target.mkdir(exist_ok=True)
+    source = Path(models.resolve_model("tiny", CACHE))
     for name in ("config.json", "model.safetensors"):
-        target.joinpath(name).write_bytes(Path(models.resolve_model("tiny", CACHE), name).read_bytes())
+        target.joinpath(name).write_bytes(source.joinpath(name).read_bytes())
     return str(target)
 
 
@@ -596,8 +602,9 @@ BAD_INPUTS = {
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_a_bad_input_ends_the_program_with_one_sentence(files, tmp_path, case):
-    """Rank 0 says one sentence and nothing else of the kind, rank 1 says nothing, no traceback, every
-    rank is gone with a status that is not 0, within seconds, and no folder of a run was made."""
+    """Rank 0 says one sentence and nothing else of the kind, rank 1 says nothing, no traceback,
+    every rank is gone with a status that is not 0, within seconds, and no folder of a run was
+    made."""
     (files / "empty.jsonl").write_text("")
     make, parts = BAD_INPUTS[case]
     arguments = ["--preset", "tiny", "--ppo-max-token-len-per-gpu", "4096", *make(files)]
@@ -612,8 +619,8 @@ def test_a_bad_input_ends_the_program_with_one_sentence(files, tmp_path, case):
 
 
 def test_an_unknown_option_ends_the_program(tmp_path):
-    """Said once, by rank 0, with the name, also when rank 0 comes to it last: the others must not end
-    so early that torchrun takes rank 0 along before it has spoken."""
+    """Said once, by rank 0, with the name, also when rank 0 comes to it last: the others must not
+    end so early that torchrun takes rank 0 along before it has spoken."""
     done = launch(["--preset", "tiny", "--kl-coeff", "0.1"], 2, tmp_path, late=1)
     assert 0 not in done.status
     assert "kl-coeff" in done.output[0] and "Traceback" not in done.output[0]
@@ -622,7 +629,8 @@ def test_an_unknown_option_ends_the_program(tmp_path):
 
 
 def test_torchrun_says_a_bad_input_once(files, tmp_path):
-    """The real launcher: a status that is not 0 within a minute, the sentence once in all output."""
+    """The real launcher: a status that is not 0 within a minute, the sentence once in all
+    output."""
     arguments = ["--preset", "tiny", "--train-data", str(files / "prompts.jsonl")]
     arguments += ["--prompt-column", "problem", "--runs-dir", str(tmp_path)]
     status, output, seconds = torchrun(arguments, timeout=100)

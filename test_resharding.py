@@ -1,6 +1,6 @@
 """The lessons of resharding.py: shards are not mathematics, and what was cut comes back whole.
 
-Run alone:  python -m pytest -q test_resharding.py     (about 20 seconds, CPU, 2 and 3 gloo ranks)
+Run alone:  python -m pytest -q test_resharding.py     (about 30 seconds, CPU, 2 and 3 gloo ranks)
 
 Functions that take `world` run on the ranks (testing_ranks.py), the tests around them run once. The
 slow way to compare with is always the same: one process, one plain network, all rows at once.
@@ -77,7 +77,8 @@ def batch_of(num_rows=6):
 
 
 def loss_of(network, batch, rows, num_tokens):
-    """A sum over tokens of these rows, each with another weight, over a count of the whole batch."""
+    """A sum over tokens of these rows, each with another weight, over a count of the whole
+    batch."""
     pack = data.pack(batch, rows)
     weights = 1 + pack.rows[pack.local_rows].float() + 0.1 * pack.columns
     return (weights * network(pack)).sum() / num_tokens
@@ -169,8 +170,8 @@ def tied_through_a_step(world):
 
 
 def test_a_tied_head_stays_tied(two_ranks):
-    """Embedding and head are one tensor after the cut and after a step, and one name is sent. Wrong:
-    moving a module to the meta device unties it, and the head would never learn."""
+    """Embedding and head are one tensor after the cut and after a step, and one name is sent.
+    Wrong: moving a module to the meta device unties it, and the head would never learn."""
     embeddings = two_ranks(tied_through_a_step)
     assert torch.equal(*embeddings)
 
@@ -200,9 +201,9 @@ def same_outputs(world, kind, reshard_after_forward):
 @pytest.mark.parametrize("kind", ["actor", "critic"])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_sharded_outputs_are_the_plain_ones(two_ranks, kind, reshard_after_forward):
-    """log-probs and values of the sharded network = the plain one's, to 1e-5; and a gather right after
-    a forward without backward has the float32 masters, though FSDP2 may leave the compute dtype's
-    copies in their place."""
+    """log-probs and values of the sharded network = the plain one's, to 1e-5; and a gather right
+    after a forward without backward has the float32 masters, though FSDP2 may leave the compute
+    dtype's copies in their place."""
     for unsharded in two_ranks(same_outputs, kind, reshard_after_forward):
         if not reshard_after_forward:
             assert torch.bfloat16 in unsharded  # the trap is there
@@ -222,7 +223,9 @@ def gradient_gap(world, kind, name, averaged=False):
     return largest_gap(sharded_gradients(network), plain_gradients(kind, name, batch_of()))
 
 
-@pytest.mark.parametrize("kind, name", [("actor", "tiny"), ("actor", "tiny-untied"), ("critic", "tiny")])
+@pytest.mark.parametrize(
+    "kind, name", [("actor", "tiny"), ("actor", "tiny-untied"), ("critic", "tiny")]
+)
 def test_ranks_are_not_mathematics(two_ranks, kind, name):
     """sum over ranks and micro-batches of d loss = d loss of one process with all rows, to 1e-6 of
     its largest entry; unequal shares, and one rank without any row in its last micro-batch."""
@@ -261,8 +264,8 @@ def accumulation(world):
 
 
 def test_one_reduction_a_step_is_enough(two_ranks):
-    """Reducing after the last micro-batch only = reducing after each, to 1e-6. Before the last one no
-    shard has a gradient, so nothing was sent; a second step does not remember the first."""
+    """Reducing after the last micro-batch only = reducing after each, to 1e-6. Before the last one
+    no shard has a gradient, so nothing was sent; a second step does not remember the first."""
     for synced_early, gap, again in two_ranks(accumulation):
         assert not synced_early
         assert gap < 1e-6 and again == 0
@@ -292,9 +295,9 @@ def clipping(world, kind):
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])
 def test_the_gradient_norm_is_that_of_the_whole(two_ranks, kind):
-    """norm = sqrt(sum over all parameters and ranks of g^2): a float, the same everywhere and in one
-    process. Clipping by a fiftieth leaves a fiftieth of every entry. Wrong: a shard's own norm, which
-    is smaller, and would give each shard a factor of its own."""
+    """norm = sqrt(sum over all parameters and ranks of g^2): a float, the same everywhere and in
+    one process. Clipping by a fiftieth leaves a fiftieth of every entry. Wrong: a shard's own norm,
+    which is smaller, and would give each shard a factor of its own."""
     (norm, expected, clipped, gap, local), other = two_ranks(clipping, kind)
     assert norm == other[0] == pytest.approx(expected, rel=1e-5)
     assert clipped == pytest.approx(expected, rel=1e-4) and gap < 1e-5
@@ -347,9 +350,9 @@ def skipping(world, bad, victim):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_gradient_that_is_not_finite_is_skipped_by_all(two_ranks, bad, victim):
-    """One NaN in one rank's shard: on *both* ranks weights, moments and schedule keep their bits, the
-    step is counted once, the norm is shown as it was, and the next good step is as if nothing had
-    been. Wrong: each rank decides for itself, and the shards part ways."""
+    """One NaN in one rank's shard: on *both* ranks weights, moments and schedule keep their bits,
+    the step is counted once, the norm is shown as it was, and the next good step is as if nothing
+    had been. Wrong: each rank decides for itself, and the shards part ways."""
     for unchanged, skipped, norm, moved, as_if_nothing in two_ranks(skipping, bad, victim):
         assert unchanged and skipped == 1 and not math.isfinite(norm)
         assert moved and as_if_nothing
@@ -448,8 +451,9 @@ def disagreement(world, offset, limit):
 
 
 def test_the_worst_engine_decides_for_all(two_ranks):
-    """gap = max over engines of mean |log-prob difference|: an engine of rank 1 that is 0.1 nats off
-    stops both ranks, with the number; NaN stops them too. Below the limit both get the same gap."""
+    """gap = max over engines of mean |log-prob difference|: an engine of rank 1 that is 0.1 nats
+    off stops both ranks, with the number; NaN stops them too. Below the limit both get the same
+    gap."""
     first, second = two_ranks(disagreement, 0.1, 0.2)
     assert first == second == pytest.approx(0.1, abs=1e-5)
     for text in two_ranks(disagreement, 0.1, 0.05):

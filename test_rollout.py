@@ -1,10 +1,12 @@
-"""The lessons of rollout.py and of the way of the weights into vLLM: both sides speak of one policy.
+"""The lessons of rollout.py and of the way of the weights into vLLM: both sides speak of one
+policy.
 
-Run alone:  python -m pytest -q test_rollout.py     (about 60 seconds, CPU, real vLLM engines)
+Run alone:  python -m pytest -q test_rollout.py     (about 80 seconds, CPU, real vLLM engines)
 
 Functions that take `world` run on the ranks (testing_ranks.py); an engine is built at its first use
 and stays. Tied and untied embeddings, one rank, two engines of one rank, one engine of two ranks.
-What the engine says is compared with our own forward, which test_models.py compares with transformers.
+What the engine says is compared with our own forward, which test_models.py compares with
+transformers.
 """
 
 import copy
@@ -77,8 +79,8 @@ def engine_of(world, layout, folder):
 
 
 def both(world, layout, name, sharpened=True):
-    """(sharded actor, engine that holds its weights); the folder's weights, moved so far that a stale
-    one would be seen."""
+    """(sharded actor, engine that holds its weights); the folder's weights, moved so far that a
+    stale one would be seen."""
     folder = models.resolve_model(name, CACHE)
     actor = models.build_actor(folder)
     if sharpened:
@@ -118,7 +120,8 @@ def engine_log_probs(rollouts):
 def largest_gap(actor, rollouts, temperature=1.0):
     """max |log-prob the engine reported - log-prob by the trainer|. All ranks call it, each with
     rollouts of its own."""
-    return (engine_log_probs(rollouts) - trainer_log_probs(actor, rollouts, temperature)).abs().max()
+    ours = trainer_log_probs(actor, rollouts, temperature)
+    return (engine_log_probs(rollouts) - ours).abs().max()
 
 
 def sample(engine, prompts, seed=1, step=1, max_tokens=8, **options):
@@ -169,8 +172,9 @@ def agree(world, layout, name):
 
 @every_engine
 def test_engine_and_trainer_agree_after_every_publish(ranks, layout, name):
-    """max |log pi_engine - log pi_trainer| < 1e-4 in fp32, for given sequences and for sampled ones,
-    at the start and after 2, 6 and 12 optimizer steps, each of which moved the log-probs by far more."""
+    """max |log pi_engine - log pi_trainer| < 1e-4 in fp32, for given sequences and for sampled
+    ones, at the start and after 2, 6 and 12 optimizer steps, each of which moved the log-probs by
+    far more."""
     for scores, gaps, moves in ranks[layout](agree, layout, name):
         assert max(scores) < 1e-4 and max(gaps) < 1e-4
         assert min(moves[1:]) > 0.05
@@ -249,8 +253,8 @@ def cached_prefix(world, layout, name, forget):
 
 
 def test_old_keys_do_not_answer_for_new_weights(ranks):
-    """A prompt that vLLM has in its prefix cache is computed again after a publish. Wrong: no reset,
-    and old keys under new weights are off by far more than rounding."""
+    """A prompt that vLLM has in its prefix cache is computed again after a publish. Wrong: no
+    reset, and old keys under new weights are off by far more than rounding."""
     (gaps,) = ranks["one rank"](cached_prefix, "one rank", "tiny", True)
     assert max(gaps) < 1e-4
     (gaps,) = ranks["one rank"](cached_prefix, "one rank", "tiny", False)
@@ -285,8 +289,8 @@ def sampled(world, layout, name, seed=1, step=1, same=False, n=3, num_prompts=5,
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-untied"])
 def test_sampled_tokens_do_not_depend_on_the_ranks(ranks, name):
-    """5 prompts x 3 samples: the same ids from one rank, from two engines (which share 5 prompts as 3
-    and 2), and from one engine on two ranks. Each sample has a stream of its own, a function of
+    """5 prompts x 3 samples: the same ids from one rank, from two engines (which share 5 prompts as
+    3 and 2), and from one engine on two ranks. Each sample has a stream of its own, a function of
     (seed, step, place, sample)."""
     found = [ranks[layout](sampled, layout, name) for layout in LAYOUTS]
     first = found[0][0]
@@ -310,8 +314,8 @@ def test_every_sample_has_its_own_stream(ranks):
 
 
 def test_request_seeds_do_not_collide():
-    """10,000 (seed, step, place, sample): 10,000 seeds that fit in vLLM's int64. Wrong: a sum of the
-    four, where sample 1 of place 0 is sample 0 of place 1."""
+    """10,000 (seed, step, place, sample): 10,000 seeds that fit in vLLM's int64. Wrong: a sum of
+    the four, where sample 1 of place 0 is sample 0 of place 1."""
     grid = [
         rollout.request_seed(seed, step, place, sample)
         for seed in range(5) for step in range(10) for place in range(20) for sample in range(10)
@@ -326,7 +330,8 @@ def engine_seed(world, layout, name):
 
 
 def test_members_of_an_engine_share_its_seed(ranks):
-    """seed of the engine = run seed + engine index: 42, 43 for two engines, 42, 42 for one on two."""
+    """seed of the engine = run seed + engine index: 42, 43 for two engines, 42, 42 for one on
+    two."""
     for layout, expected in (
         ("two engines", [(42, 0, 2), (43, 1, 2)]),
         ("one engine on two ranks", [(42, 0, 1), (42, 0, 1)]),
@@ -343,8 +348,8 @@ def ends(world, layout, name, stops, ignore_eos=False):
 
 
 def test_the_end_token_is_the_last_token_of_an_answer(ranks):
-    """An answer ends at its first stop id, which is part of it and has a log-prob (so that stopping is
-    learned), or at the limit, with no end invented. ignore_eos goes on to the limit."""
+    """An answer ends at its first stop id, which is part of it and has a log-prob (so that stopping
+    is learned), or at the limit, with no end invented. ignore_eos goes on to the limit."""
     stops = list(range(1, 9))
     ((answers, gap),) = ranks["one rank"](ends, "one rank", "tiny-untied", stops)
     assert gap < 1e-4
@@ -403,8 +408,8 @@ def tempered(world, layout, name, temperature):
 
 
 def test_the_engine_reports_log_probs_at_the_sampling_temperature(ranks):
-    """log pi_T of both sides agree at T = 0.7. Wrong: raw log-probs (vLLM's default), the trainer's at
-    temperature 1."""
+    """log pi_T of both sides agree at T = 0.7. Wrong: raw log-probs (vLLM's default), the trainer's
+    at temperature 1."""
     for same, raw in ranks["two engines"](tempered, "two engines", "tiny", 0.7):
         assert same < 1e-4 and raw > 0.1
 
@@ -432,7 +437,8 @@ def test_tokens_are_drawn_from_the_policy(ranks):
 
 
 def leaking_folder(world, layout, folder):
-    """(recorded requests, vLLM's defaults, gap at neutral settings, gap at the folder's settings)."""
+    """(recorded requests, vLLM's defaults, gap at neutral settings, gap at the folder's
+    settings)."""
     engine = engine_of(world, layout, folder)
     actor = resharding.shard_model(models.build_actor(folder), param_dtype=torch.float32)
     resharding.publish_weights(actor, engine)
@@ -473,7 +479,8 @@ def test_the_folders_sampling_defaults_do_not_leak_in(ranks, tmp_path):
 
 
 def test_answers_that_do_not_fit_the_requests_are_errors():
-    """Fewer answers than requests, or an answer to other prompt ids than were sent: never trained on."""
+    """Fewer answers than requests, or an answer to other prompt ids than were sent: never trained
+    on."""
     prompt = questions(1)[0]
 
     def engine(outputs):
@@ -492,8 +499,8 @@ def test_answers_that_do_not_fit_the_requests_are_errors():
 
 
 def test_the_cache_of_a_token_in_bytes():
-    """2 (key, value) x 2 layers x 2 key-value heads x 32 x 4 bytes = 1,024; half of it on each of two
-    ranks, and with more ranks than key-value heads each still holds one head."""
+    """2 (key, value) x 2 layers x 2 key-value heads x 32 x 4 bytes = 1,024; half of it on each of
+    two ranks, and with more ranks than key-value heads each still holds one head."""
     folder = models.resolve_model("tiny", CACHE)
     sizes = [rollout.cache_bytes_per_token(folder, torch.float32, parts) for parts in (1, 2, 4)]
     assert sizes == [1024, 512, 512]

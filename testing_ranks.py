@@ -3,10 +3,10 @@
     ranks = Ranks(2)
     ranks(function, *args) -> [what function(world, *args) returned on rank 0, on rank 1]
 
-The processes stay for the next call, so what costs seconds (an engine) is built once; `world` is what
-the product's own init_distributed gave. If a rank raises, its traceback is the test's failure; if one
-does not answer in time, the test fails; in both cases all ranks are ended and the next call starts new
-ones. A failure can thus neither hang the tests nor spoil the next.
+The processes stay for the next call, so what costs seconds (an engine) is built once; `world` is
+what the product's own init_distributed gave. If a rank raises, its traceback is the test's failure;
+if one does not answer in time, the test fails; in both cases all ranks are ended and the next call
+starts new ones. A failure can thus neither hang the tests nor spoil the next.
 
 They are forked from a server that has imported the heavy modules once: a rank starts in 0.1 s.
 `launch` runs the whole program in fresh ranks, the way torchrun does.
@@ -73,7 +73,8 @@ class Ranks:
         port = free_port()
         for rank in range(self.size):
             ours, theirs = FORKS.Pipe()
-            process = FORKS.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
+            args = (theirs, rank, self.size, port)
+            process = FORKS.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -132,9 +133,9 @@ class Ended:
 def launch(
     arguments: list[str], size: int, folder: Path, timeout: float = 120, late: float = 0
 ) -> Ended:
-    """`ppo_fsdp.main()` with these arguments on `size` fresh ranks; as torchrun does, the first rank
-    that fails takes the others along. Rank 0 starts `late` seconds after the others. A program that is
-    not over in time fails the test."""
+    """`ppo_fsdp.main()` with these arguments on `size` fresh ranks; as torchrun does, the first
+    rank that fails takes the others along. Rank 0 starts `late` seconds after the others. A program
+    that is not over in time fails the test."""
     start, port = time.monotonic(), free_port()
     files = [folder / f"rank{rank}.txt" for rank in range(size)]
     processes = []
