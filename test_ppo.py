@@ -353,7 +353,7 @@ def metric_means(world):
     metrics.add("of one rank", 6.0 * world.rank, 3 * world.rank)
     metrics.add("of none", 0.0, 0)
     metrics.add("loss", 0.25, 1 / world.size)
-    return metrics.reduce()
+    return metrics.reduce(ppo_fsdp.all_reduce_sum)
 
 
 def test_a_metric_is_one_sum_over_one_count(ranks):

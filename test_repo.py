@@ -15,22 +15,24 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-# config.py is a file of its own since options, presets and checks are one concern and the loop another:
-# in one file they would leave no screen on which the loop is seen.
+# config.py and metrics.py are files of their own since options and bookkeeping are other concerns
+# than the loop: in one file they would leave no screen on which the loop is seen.
 BUDGETS = {
     "ppo_fsdp.py": 550,
     "config.py": 260,
+    "metrics.py": 200,
     "data.py": 450,
     "rollout.py": 300,
     "models.py": 350,
     "resharding.py": 450,
     "losses.py": 400,
 }
-TOTAL = 2250  # the six of the design under 2,000, and config.py
+TOTAL = 2450  # the six of the design under 2,000, config.py and metrics.py
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
-    "ppo_fsdp": {"config", "data", "losses", "models", "resharding", "rollout"},
+    "ppo_fsdp": {"config", "data", "losses", "metrics", "models", "resharding", "rollout"},
     "config": {"losses", "models", "rollout"},
+    "metrics": {"config", "data", "losses"},
     "rollout": {"data"},
     "models": {"data", "losses"},
     "resharding": set(),
@@ -70,7 +72,7 @@ def test_file_is_within_its_budget(name):
 def test_all_files_together_are_within_the_budget():
     counts = {name: len(code_lines((HERE / name).read_text())) for name in BUDGETS}
     assert sum(counts.values()) <= TOTAL
-    assert sum(counts.values()) - counts["config.py"] < 2000
+    assert sum(counts.values()) - counts["config.py"] - counts["metrics.py"] < 2000
 
 
 @pytest.mark.parametrize("name", BUDGETS)

@@ -337,7 +337,7 @@ def skipping(world, bad, victim):
     after = state_of(learner)
     skipped = metrics.known["actor/skipped_steps"]
     assert good_keys == set(metrics.known) | set(metrics.sums)
-    norm = metrics.reduce()["actor/grad_norm"]
+    norm = metrics.reduce(ppo_fsdp.all_reduce_sum)["actor/grad_norm"]
     step(learner)
     step(spared)
     step(spared)

