@@ -155,6 +155,8 @@ class Config:
     fsdp_size: int = 0
     # Free a block's full weights after its forward (less memory), or keep them for the backward.
     reshard_after_forward: bool = True
+    # On a GPU: compile each block and the head; about a minute more in the first step.
+    use_torch_compile: bool = True
     # Recompute a block's activations in the backward instead of keeping them.
     gradient_checkpointing: bool = True
 

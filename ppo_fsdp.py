@@ -203,6 +203,7 @@ def build_networks(
         model = builder(
             path, dtype, meta=not world.is_main, random_weights=config.random_weights,
             gradient_checkpointing=config.gradient_checkpointing,
+            compile=config.use_torch_compile and world.device.type == "cuda",
         )
         return resharding.shard_model(model, mesh, compute_dtype, reshard_after_forward=reshard)
 
@@ -251,6 +252,8 @@ def publish(run: Run, metrics: Metrics) -> None:
     """Phase 2. Weights before cache: the peak is the engine's weights and one full tensor."""
     rollout.wake_up(run.engine, "weights")
     resharding.publish_weights(run.actor.model, run.engine)
+    if run.num_publishes == 0 and run.world.is_main and run.engine.portable_because:
+        print(f"weights go through vLLM's loader: {run.engine.portable_because}", flush=True)
     rollout.wake_up(run.engine, "kv_cache")
     every = run.config.check_published_freq
     if run.num_publishes == 0 or (every and run.num_publishes % every == 0):
@@ -353,15 +356,16 @@ def forward_all(model: nn.Module, batch: data.Batch, run: Run, **options) -> lis
     """
     cap = run.config.log_prob_max_token_len_per_gpu or 2 * run.config.ppo_max_token_len_per_gpu
     results = None
-    for rows in micro_batches(batch.lengths, cap, run):
-        pack = data.pack(batch, rows).to(run.world.device)
-        outputs = model(pack, **options)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        if results is None:
-            shape = batch.response_mask.shape
-            results = [torch.zeros(shape, device=run.world.device) for _ in outputs]
-        for result, output in zip(results, outputs):
-            result[pack.rows] = data.unpack(pack, output, result.shape[1])
+    with resharding.kept_whole(model):
+        for rows in micro_batches(batch.lengths, cap, run):
+            pack = data.pack(batch, rows).to(run.world.device)
+            outputs = model(pack, **options)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            if results is None:
+                shape = batch.response_mask.shape
+                results = [torch.zeros(shape, device=run.world.device) for _ in outputs]
+            for result, output in zip(results, outputs):
+                result[pack.rows] = data.unpack(pack, output, result.shape[1])
     return [all_reduce_sum(result) for result in results]
 
 
@@ -442,39 +446,41 @@ def update_actor(
     config, model = run.config, run.actor.model
     mode = dict(
         mode=config.loss_agg_mode,
-        num_tokens=int(exp.mask[rows].sum()),
+        num_tokens=int(batch.response_mask[rows].sum()),
         num_sequences=len(rows),
         norm=config.loss_scale_factor or config.max_response_length,
     )
     parts = micro_batches(batch.lengths[rows], config.ppo_max_token_len_per_gpu, run)
     share = 1 / len(parts) / run.world.size  # the parts of all ranks count as one mini-batch
-    for i, part in enumerate(parts):
-        model.set_requires_gradient_sync(i == len(parts) - 1)  # sum over ranks once a step
-        pack = data.pack(batch, rows[part]).to(run.world.device)
-        at, mask = pack.rows, exp.mask[pack.rows]
-        log_probs, entropy = [
-            data.unpack(pack, output, mask.shape[1])
-            for output in model(pack, config.temperature, return_entropy=True)
-        ]
-        per_token, sums = losses.compute_policy_loss(
-            log_probs, exp.old_log_probs[at], exp.advantages[at], mask,
-            config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c,
-            None if exp.rollout_weights is None else exp.rollout_weights[at],
-        )
-        pg_loss = losses.aggregate(per_token, mask, **mode)
-        entropy_loss = losses.aggregate(entropy, mask, **mode)
-        loss = pg_loss - config.entropy_coeff * entropy_loss
-        if config.use_kl_loss:
-            kl = losses.compute_kl(log_probs, exp.ref_log_probs[at], config.kl_loss_type)
-            kl_loss = losses.aggregate(kl, mask, **mode)
-            loss = loss + config.kl_loss_coef * kl_loss
-            metrics.add("actor/kl_loss", kl_loss, share)
-        loss.backward()
-        metrics.add("actor/pg_loss", pg_loss, share)
-        metrics.add("actor/entropy_loss", entropy_loss, share)
-        metrics.add("actor/pg_clipfrac", sums["clip_frac"], len(pack.targets))
-        metrics.add("actor/pg_clipfrac_lower", sums["clip_frac_lower"], len(pack.targets))
-        metrics.add("actor/ppo_kl", sums["approx_kl"], len(pack.targets))
+    with resharding.kept_whole(model):
+        for i, part in enumerate(parts):
+            model.set_requires_gradient_sync(i == len(parts) - 1)  # sum over ranks once a step
+            pack = data.pack(batch, rows[part]).to(run.world.device)
+            at, mask = pack.rows, exp.mask[pack.rows]
+            outputs = model(pack, config.temperature, return_entropy=config.entropy_coeff != 0)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            log_probs, *entropy = [data.unpack(pack, output, mask.shape[1]) for output in outputs]
+            per_token, sums = losses.compute_policy_loss(
+                log_probs, exp.old_log_probs[at], exp.advantages[at], mask,
+                config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c,
+                None if exp.rollout_weights is None else exp.rollout_weights[at],
+            )
+            pg_loss = losses.aggregate(per_token, mask, **mode)
+            loss = pg_loss
+            if entropy:
+                entropy_loss = losses.aggregate(*entropy, mask, **mode)
+                loss = loss - config.entropy_coeff * entropy_loss
+                metrics.add("actor/entropy_loss", entropy_loss, share)
+            if config.use_kl_loss:
+                kl = losses.compute_kl(log_probs, exp.ref_log_probs[at], config.kl_loss_type)
+                kl_loss = losses.aggregate(kl, mask, **mode)
+                loss = loss + config.kl_loss_coef * kl_loss
+                metrics.add("actor/kl_loss", kl_loss, share)
+            loss.backward()
+            metrics.add("actor/pg_loss", pg_loss, share)
+            metrics.add("actor/pg_clipfrac", sums["clip_frac"], len(pack.targets))
+            metrics.add("actor/pg_clipfrac_lower", sums["clip_frac_lower"], len(pack.targets))
+            metrics.add("actor/ppo_kl", sums["approx_kl"], len(pack.targets))
     optimizer_step(run.actor, "actor", config.max_grad_norm, metrics)
 
 
@@ -483,23 +489,24 @@ def update_critic(
 ) -> None:
     """One optimizer step of the value function on the rows of one mini-batch."""
     config, model = run.config, run.critic.model
-    num_tokens = int(exp.mask[rows].sum())
+    num_tokens = int(batch.response_mask[rows].sum())
     cap = config.critic_ppo_max_token_len_per_gpu or 2 * config.ppo_max_token_len_per_gpu
     parts = micro_batches(batch.lengths[rows], cap, run)
     share = 1 / len(parts) / run.world.size
-    for i, part in enumerate(parts):
-        model.set_requires_gradient_sync(i == len(parts) - 1)
-        pack = data.pack(batch, rows[part]).to(run.world.device)
-        at, mask = pack.rows, exp.mask[pack.rows]
-        value_preds = data.unpack(pack, model(pack), mask.shape[1])
-        per_token, sums = losses.compute_value_loss(
-            value_preds, exp.values[at], exp.returns[at], mask, config.clip_range_value or None
-        )
-        loss = losses.aggregate(per_token, mask, "token-mean", num_tokens, len(rows))
-        loss.backward()
-        metrics.add("critic/vf_loss", loss, share)
-        metrics.add("critic/vf_clipfrac", sums["clip_frac"], len(pack.targets))
-        metrics.add("critic/vpred_mean", sums["value_pred"], len(pack.targets))
+    with resharding.kept_whole(model):
+        for i, part in enumerate(parts):
+            model.set_requires_gradient_sync(i == len(parts) - 1)  # sum over ranks once a step
+            pack = data.pack(batch, rows[part]).to(run.world.device)
+            at, mask = pack.rows, exp.mask[pack.rows]
+            value_preds = data.unpack(pack, model(pack), mask.shape[1])
+            per_token, sums = losses.compute_value_loss(
+                value_preds, exp.values[at], exp.returns[at], mask, config.clip_range_value or None
+            )
+            loss = losses.aggregate(per_token, mask, "token-mean", num_tokens, len(rows))
+            loss.backward()
+            metrics.add("critic/vf_loss", loss, share)
+            metrics.add("critic/vf_clipfrac", sums["clip_frac"], len(pack.targets))
+            metrics.add("critic/vpred_mean", sums["value_pred"], len(pack.targets))
     optimizer_step(run.critic, "critic", config.max_grad_norm, metrics)
 
 

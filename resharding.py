@@ -10,6 +10,7 @@ Every collective on weights and gradients is in this file; FSDP2 issues its own 
 forward and backward. One sum, no mean: nothing here divides by the number of ranks.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ def shard_model(
     reshard_after_forward: bool = True,
 ) -> nn.Module:
     """Shard `model` in place over `mesh` (all ranks by default): one FSDP2 group a decoder block,
-    one for the rest.
+    one for the rest; where each rank holds all of it, one group for everything.
 
     Rank 0 comes with real weights, the others may come with meta tensors: each weight is broadcast
     from rank 0 and cut. Collective. Parameters keep their dtype (float32 masters), compute is in
@@ -54,14 +55,18 @@ def shard_model(
     weights = dict(_named_tensors(model)) if dist.get_rank() == 0 else {}
     model.to("meta")
     hf_model(model).tie_weights()  # moving a module to another device unties what was tied
+    mesh = mesh or make_mesh()
+    sharded = mesh["shard"].size() > 1  # else there is nothing to gather block by block
     settings = dict(
-        mesh=mesh or make_mesh(),
+        mesh=mesh,
         mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
         reshard_after_forward=reshard_after_forward,
     )
-    for block in decoder_blocks(model):
+    for block in decoder_blocks(model) if sharded else ():
         fully_shard(block, **settings)
     fully_shard(model, **settings)
+    model.reshards = reshard_after_forward
+    model.keeps_weights = not (reshard_after_forward and sharded)
     model.to_empty(device=device)
     hf_model(model).tie_weights()
     with torch.no_grad():
@@ -113,13 +118,32 @@ def hf_model(model: nn.Module) -> nn.Module:
     return getattr(model, "hf", model)
 
 
+@contextlib.contextmanager
+def kept_whole(model: nn.Module) -> Iterator[None]:
+    """Within it, weights that were gathered once stay whole: one gather for all the micro-batches
+    of an optimizer step or a pass. Without effect where memory forbids it
+    (reshard_after_forward)."""
+    if model.keeps_weights:
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
+    yield
+    if model.keeps_weights:
+        model.set_reshard_after_forward(model.reshards)
+        model.set_reshard_after_backward(True)
+        _reshard(model)
+
+
+def _reshard(model: nn.Module) -> None:
+    """After a forward without a backward the parameters are plain, unsharded tensors."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
 def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter and saved buffer, tied ones once.
     Collective: all ranks iterate to the end together. Each shard is cast to `dtype` before it is
     gathered: half the bytes."""
-    for module in fsdp_modules(model):
-        # after a forward without a backward the root still holds plain, unsharded tensors
-        module.reshard()
+    _reshard(model)
     hf = hf_model(model)
     saved = hf.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in hf.named_buffers() if name in saved]
@@ -130,12 +154,25 @@ def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def publish_weights(model: nn.Module, engine: Any) -> int:
+def publish_weights(model: nn.Module, engine: Any, route: str = "auto") -> int:
     """Make the engine sample from `model`: every weight replaced, every cache of the old ones
     dropped.
 
     Collective. `engine` is rollout.Engine. Returns the number of bytes that each engine was handed.
+    Two routes with the same result, bit by bit: "direct" gathers into vLLM's own storage, without
+    a copy in between; "portable" hands whole tensors to vLLM's loader. "auto" is direct where
+    `place_weights` allows it; engine.portable_because says why not.
     """
+    if route == "auto" and engine.views is None:
+        engine.views, engine.portable_because = place_weights(model, engine)
+    direct = route == "direct" or (route == "auto" and bool(engine.views))
+    sent = _publish_direct(model, engine) if direct else _publish_portable(model, engine)
+    engine.has_weights = True
+    engine.reset_cache()
+    return sent
+
+
+def _publish_portable(model: nn.Module, engine: Any) -> int:
     sent = 0
     exhausted = False
 
@@ -149,8 +186,56 @@ def publish_weights(model: nn.Module, engine: Any) -> int:
     engine.load_weights(stream())
     if not exhausted:
         raise RuntimeError("vLLM stopped reading the weights before the last one")
-    engine.reset_cache()
     return sent
+
+
+@torch.no_grad()
+def _publish_direct(model: nn.Module, engine: Any) -> int:
+    """Both sides keep a weight as rows, in the same order, so that a gather of the shards is
+    already vLLM's (fused) weight."""
+    _reshard(model)
+    shards, views = [], []
+    for name, parameter in hf_model(model).named_parameters():
+        shards.append(parameter.to_local())
+        views.append(engine.views[name])
+    group = parameter.device_mesh["shard"].get_group()
+    if group.size() == 1:
+        torch._foreach_copy_(views, shards)  # one kernel for all: reads float32, writes bfloat16
+    else:
+        for view, shard in zip(views, shards):
+            dist.all_gather_into_tensor(view, shard.to(view.dtype), group)
+    return sum(view.nbytes for view in views)
+
+
+def place_weights(model: nn.Module, engine: Any) -> tuple[dict[str, Tensor], str]:
+    """({Hugging Face name: the rows of vLLM's storage where it belongs}, ""), or ({}, why the
+    direct route cannot be taken): tensor parallel, quantised or repacked weights, uneven shards."""
+    if engine.num_engines != dist.get_world_size():
+        return {}, "each engine spans several ranks"
+    _reshard(model)
+    stored, fused = engine.storage()
+    parameters = dict(hf_model(model).named_parameters())
+    whole_of = {part: (whole, parts) for whole, parts in fused.items() for part in parts}
+    views, filled = {}, dict.fromkeys(stored, 0)
+    for name, parameter in parameters.items():
+        *path, module, kind = name.split(".")
+        whole, parts = whole_of.get(module, (module, [module]))
+        target = ".".join([*path, whole, kind])
+        before = [".".join([*path, part, kind]) for part in parts[: parts.index(module)]]
+        start = sum(parameters[part].shape[0] for part in before)
+        end = start + parameter.shape[0]
+        if target not in stored or stored[target][start:end].shape != parameter.shape:
+            return {}, f"vLLM keeps {name} in another form"
+        if parameter.shape[0] % parameter.device_mesh["shard"].size():
+            return {}, f"the {parameter.shape[0]} rows of {name} do not divide over the ranks"
+        views[name] = stored[target][start:end]
+        filled[target] += parameter.shape[0]
+    for target, rows in filled.items():
+        # vLLM rounds the vocabulary up; no id reads those rows
+        vocabulary = "embed_tokens" in target or "lm_head" in target
+        if rows < stored[target].shape[0] and not (rows and vocabulary):
+            return {}, f"nothing fills vLLM's {target}"
+    return views, ""
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 from data import Prompt, Rollout
@@ -35,13 +36,24 @@ class Engine:
     can_sleep: bool
     has_weights: bool = False  # until the first publish, and after a sleep, which drops them
     has_cache: bool = True
+    views: dict[str, Tensor] | None = None  # resharding.place_weights, asked once
+    portable_because: str = ""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace every weight by (Hugging Face name, full tensor) pairs; vLLM fuses and slices
         them itself."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.apply_model(_refresh_tied_head)
-        self.has_weights = True
+
+    def storage(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+        """vLLM's own parameters by its names, and which Hugging Face modules each fused one is made
+        of, in order."""
+        [found] = self.llm.apply_model(
+            lambda model: (
+                dict(model.named_parameters()), getattr(model, "packed_modules_mapping", {})
+            )
+        )
+        return found
 
     def reset_cache(self) -> None:
         """Keys and values of the old weights must not answer for the new ones."""
@@ -107,8 +119,6 @@ def build_engine(
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # vLLM would pin every rank's threads to the same cores of a small machine
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    from vllm import LLM
-
     settings = dict(
         model=model_path,
         skip_tokenizer_init=True,
@@ -138,13 +148,23 @@ def build_engine(
     if cudagraph_capture_sizes:
         settings["compilation_config"] = {"cudagraph_capture_sizes": list(cudagraph_capture_sizes)}
     return Engine(
-        llm=LLM(**settings),
+        llm=_start(settings),
         index=rank // tensor_parallel_size,
         num_engines=world_size // tensor_parallel_size,
         dtype=dtype,
         stop_token_ids=stop_token_ids,
         can_sleep=on_gpu and free_cache_engine,
     )
+
+
+def _start(settings: dict[str, Any]) -> Any:
+    threads = torch._inductor.config.compile_threads
+    from vllm import LLM
+
+    llm = LLM(**settings)
+    # vLLM sets it to 1, at which the trainer's blocks take minutes to compile
+    torch._inductor.config.compile_threads = threads
+    return llm
 
 
 def cache_bytes_per_token(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> int:
@@ -199,6 +219,7 @@ def generate(
                 max_tokens=max_tokens,
                 seed=request_seed(seed, step, place, sample),
                 logprobs=0 if wanted else None,
+                flat_logprobs=True,
                 top_p=top_p,
                 top_k=top_k,
                 stop_token_ids=[] if ignore_eos else engine.stop_token_ids,
@@ -220,7 +241,8 @@ def _to_rollout(output, prompt: Prompt, sample: int) -> Rollout:
     ids = list(answer.token_ids)
     log_probs = None
     if answer.logprobs is not None:
-        log_probs = [entry[token].logprob for token, entry in zip(ids, answer.logprobs)]
+        starts = answer.logprobs.start_indices  # of each place; the sampled token is its first
+        log_probs = [answer.logprobs.logprobs[start] for start in starts]
     finish_reason = "stop" if answer.finish_reason == "stop" else "length"
     return Rollout(prompt, ids, finish_reason, sample=sample, log_probs=log_probs)
 

@@ -332,11 +332,11 @@ def skipping(world, bad, victim):
         ppo_fsdp.optimizer_step(who, "actor", 1e9, metrics)
 
     step(learner)
-    good_keys, before = set(metrics.known) | set(metrics.sums), state_of(learner)
+    good_keys, before = set(metrics.known) | set(metrics.parts), state_of(learner)
     step(learner, plant=True)
     after = state_of(learner)
     skipped = metrics.known["actor/skipped_steps"]
-    assert good_keys == set(metrics.known) | set(metrics.sums)
+    assert good_keys == set(metrics.known) | set(metrics.parts)
     norm = metrics.reduce(ppo_fsdp.all_reduce_sum)["actor/grad_norm"]
     step(learner)
     step(spared)
@@ -397,6 +397,8 @@ class Receiver:
     """In the place of rollout.Engine: takes the first `wanted` weights (None: all)."""
 
     dtype = torch.bfloat16
+    num_engines = 1
+    views = None
 
     def __init__(self, wanted=None):
         self.wanted = wanted
@@ -433,6 +435,109 @@ def test_a_receiver_that_stops_early_is_an_error(two_ranks):
     """An engine that read 3 of the weights holds a mixture of two policies: the run must stop."""
     with pytest.raises(AssertionError, match="stopped reading the weights"):
         two_ranks(publishing, "tiny", 3)
+
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+class Storage(Receiver):
+    """In the place of an engine of one rank: vLLM's layout of the tiny model, filled with NaN.
+    The portable route fuses by concatenation, as vLLM's loader does."""
+
+    def __init__(self, num_engines, network, padded_rows=0):
+        super().__init__()
+        self.num_engines, self.stored = num_engines, {}
+        for name, tensor in network.hf.named_parameters():
+            *path, module, kind = name.split(".")
+            parts = next((p for p in FUSED.values() if module in p), [module])
+            whole = next((w for w, p in FUSED.items() if module in p), module)
+            if module == parts[0]:
+                pieces = [network.hf.get_parameter(".".join([*path, p, kind])) for p in parts]
+                rows = sum(piece.shape[0] for piece in pieces)
+                rows += padded_rows if module in ("embed_tokens", "lm_head") else 0
+                shape = (rows, *tensor.shape[1:])
+                self.stored[".".join([*path, whole, kind])] = torch.full(
+                    shape, torch.nan, dtype=torch.bfloat16
+                )
+
+    def storage(self):
+        return self.stored, FUSED
+
+
+def fused(got):
+    """What vLLM's loader makes of (name, tensor) pairs."""
+    result = {}
+    for name, tensor in got.items():
+        *path, module, kind = name.split(".")
+        whole = next((w for w, p in FUSED.items() if module in p), module)
+        result.setdefault(".".join([*path, whole, kind]), []).append(tensor)
+    return {name: torch.cat(pieces) for name, pieces in result.items()}
+
+
+def both_routes(world, name, padded_rows):
+    network = sharded_network(name=name)
+    engine = Storage(world.size, plain_network(name=name), padded_rows)
+    with torch.no_grad():
+        network(data.pack(batch_of(), range(6)))  # leaves the parameters unsharded, as phase 6 does
+    sent = resharding.publish_weights(network, engine)
+    assert (engine.portable_because, engine.resets) == ("", 1) and not engine.got
+    assert resharding.publish_weights(network, engine, "portable") == sent
+    expected = fused(engine.got)
+    assert expected.keys() == engine.stored.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(engine.stored[key][: len(tensor)], tensor), key
+        assert engine.stored[key][len(tensor) :].isnan().all()
+    return True
+
+
+@pytest.mark.parametrize("name, padded_rows", [("tiny", 0), ("tiny-untied", 7)])
+def test_the_direct_route_is_the_portable_one_bit_by_bit(two_ranks, name, padded_rows):
+    """Rows of q, then of k, then of v: a gather of each shard into its rows of the fused weight
+    leaves the bits that vLLM's loader would leave, and no bit elsewhere."""
+    assert two_ranks(both_routes, name, padded_rows) == [True, True]
+
+
+def test_one_rank_needs_one_copy_and_no_collective():
+    """The same on one rank, where the shard is the weight: nothing is gathered."""
+    ranks = Ranks(1)
+    try:
+        assert ranks(both_routes, "tiny", 0) == [True]
+    finally:
+        ranks.close()
+
+
+def refusals(world):
+    network = sharded_network()
+    plain = plain_network()
+    wide = Storage(1, plain)  # one engine for all ranks: tensor parallel
+    repacked = Storage(world.size, plain)
+    name = "model.layers.1.mlp.down_proj.weight"
+    repacked.stored[name] = torch.empty(0)
+    larger = Storage(world.size, plain)
+    larger.stored["model.layers.0.self_attn.rotary.scale"] = torch.ones(3)
+    said = [resharding.place_weights(network, engine)[1] for engine in (wide, repacked, larger)]
+    sent = resharding.publish_weights(network, repacked)
+    assert len(repacked.got) == len(list(plain.hf.parameters())) and sent > 0
+    return said
+
+
+def test_the_direct_route_is_refused_with_a_sentence(two_ranks):
+    """Another form of a weight, one that nothing would fill, an engine over several ranks: the
+    portable route is taken, and the reason is kept."""
+    for wide, repacked, larger in two_ranks(refusals):
+        assert "several ranks" in wide
+        assert "model.layers.1.mlp.down_proj.weight" in repacked
+        assert "rotary.scale" in larger
+
+
+def uneven(world):
+    return resharding.place_weights(sharded_network(), Storage(world.size, plain_network()))[1]
+
+
+def test_uneven_shards_are_refused(three_ranks):
+    """Shards of unequal height would need padding between them."""
+    for said in three_ranks(uneven):
+        assert "rows" in said and "divide" in said
 
 
 def disagreement(world, offset, limit):

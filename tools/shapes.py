@@ -19,6 +19,7 @@ import models
 
 # hidden, layers, heads, key-value heads, feed-forward, vocabulary, tied: Qwen2.5's configurations
 SHAPES = {
+    "135m": (576, 30, 9, 3, 1536, 49152, True),
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
     "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
     "7b": (3584, 28, 28, 4, 18944, 152064, False),

