@@ -240,14 +240,18 @@ def place_weights(model: nn.Module, engine: Any) -> tuple[dict[str, Tensor], str
 
 @torch.no_grad()
 def check_published(model: nn.Module, engine: Any, pack: Any, max_gap: float) -> float:
-    """Proof of a publish: mean |log-prob by the engine - log-prob by the trainer| over a probe
-    batch, in nats.
+    """Proof of a publish: every engine holds the trainer's weights, bit for bit in its dtype, and
+    computes with them what the trainer computes.
 
-    `pack` (data.Pack) holds a few sequences; both sides score the tokens that it predicts, at
-    temperature 1. Collective; every engine is checked, and the worst one's gap is returned. Above
-    `max_gap` all ranks raise: whatever went stale (a norm, a bias, a tied head), training on its
-    samples would be silently wrong.
+    The second is measured on a probe batch: `pack` (data.Pack) holds a few sequences, both sides
+    score the tokens that it predicts, at temperature 1. Returns the worst engine's mean |log-prob
+    by the engine - log-prob by the trainer|, in nats. Collective; if any engine holds another
+    weight or is above `max_gap` all ranks raise, since training on its samples would be silently
+    wrong. Neither half alone is enough: log-probs do not depend on the embeddings of tokens outside
+    the probe and hide a small fault behind bfloat16's rounding; weights say nothing of a norm's
+    epsilon or a rotary base.
     """
+    stale = stale_weights(model, engine)
     ours = model(pack).float().cpu()
     borders = pack.cu_seqlens.tolist()
     sequences = [pack.input_ids[start:end].tolist() for start, end in zip(borders, borders[1:])]
@@ -257,13 +261,47 @@ def check_published(model: nn.Module, engine: Any, pack: Any, max_gap: float) ->
     theirs = scored[pack.hidden_rows.cpu()]  # place t holds the log-prob of token t + 1
     gap = (ours - theirs).abs().mean().to(pack.input_ids.device)
     dist.all_reduce(gap, op=dist.ReduceOp.MAX)
-    if not gap.item() <= max_gap:
+    if stale or not gap.item() <= max_gap:  # a NaN is not below it
         raise RuntimeError(
             "the engine does not hold the published weights: its log-probs differ from the "
-            f"trainer's by {gap.item():.4g} nats a token on average; the limit is {max_gap:g}. "
+            f"trainer's by {gap.item():.4g} nats a token on average; the limit is {max_gap:g}; "
+            f"{len(stale)} weights are not the trainer's ({', '.join(stale[:4]) or 'none'}). "
             "Nothing was trained on its answers. Does this vLLM load the whole architecture?"
         )
     return gap.item()
+
+
+def stale_weights(model: nn.Module, engine: Any) -> list[str]:
+    """Names of the weights that differ in any bit from the trainer's, in any engine. Collective.
+
+    A weight that vLLM holds under another name (experts) is left to the log-probs. Of one that it
+    holds in another order (GPT-NeoX) this would be a false alarm.
+    """
+    members = dist.get_world_size() // engine.num_engines
+    held, stale = engine.weights(), []
+    for name, full in full_params(model, engine.dtype):
+        for part in held.get(name, []):
+            ours = _part_of(full, part.shape, dist.get_rank() % members, members)
+            theirs = part[tuple(slice(size) for size in ours.shape)]  # the rest is padding
+            if not torch.equal(ours, theirs.to(ours.dtype)) and name not in stale:
+                stale.append(name)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, stale)
+    return sorted(set().union(*of_ranks))
+
+
+def _part_of(full: Tensor, shape: torch.Size, member: int, members: int) -> Tensor:
+    """The block of `full` that `member` of a tensor-parallel group holds in a tensor of `shape`.
+
+    A dimension is whole on every member, cut evenly (the last ones padded), or, with more members
+    than key-value heads, cut into fewer parts than members, which neighbours hold alike.
+    """
+    where = []
+    for size, whole in zip(shape, full.shape):
+        copies = max(1, members * size // whole)
+        start = member // copies * size
+        where.append(slice(start, start + size))
+    return full[tuple(where)]
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:

@@ -10,6 +10,7 @@ vLLM, and it does so late: a wrong setting is reported without waiting for it.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ class Engine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace every weight by (Hugging Face name, full tensor) pairs; vLLM fuses and slices
         them itself."""
+        self.has_weights = False  # half loaded, should this fail
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.apply_model(_refresh_tied_head)
 
@@ -59,6 +61,12 @@ class Engine:
         """Keys and values of the old weights must not answer for the new ones."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def weights(self) -> dict[str, list[Tensor]]:
+        """This rank's part of every weight, in each copy that it computes with, under the Hugging
+        Face names: for resharding.check_published."""
+        (held,) = self.llm.apply_model(_held_weights)
+        return held
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """log p(token i | tokens before) of every token but the first, at temperature 1."""
@@ -271,3 +279,29 @@ def _refresh_tied_head(model: torch.nn.Module) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None and head.weight.device.type == "cpu":
         head.quant_method.process_weights_after_loading(head)
+
+
+@torch.no_grad()
+def _held_weights(model: torch.nn.Module) -> dict[str, list[Tensor]]:
+    """vLLM's weights taken apart again: qkv_proj gives q_proj, k_proj and v_proj."""
+    fused = getattr(model, "packed_modules_mapping", {})
+    owners: dict[int, str] = {}
+    held = defaultdict(list)
+    for path, module in model.named_modules():
+        parent, _, last = path.rpartition(".")
+        for kind, tensor in module.named_parameters(recurse=False):
+            owner = owners.setdefault(id(tensor), path)  # a tied head is the embedding's weight
+            is_packed = tensor.numel() == 0 or path == "lm_head"
+            if kind == "weight" and is_packed and hasattr(module, "cpu_linear"):
+                # On a CPU only a packed copy is computed with. It cannot be read, but it can be
+                # applied: x @ W.T with x the identity is W.T, exactly.
+                width = tensor.shape[1] if tensor.numel() else module.input_size_per_partition
+                identity = torch.eye(width, dtype=tensor.dtype)
+                tensor = module.cpu_linear(identity, tensor, None).T
+            if last in fused:
+                pieces = tensor.split(module.output_partition_sizes)
+                for part, piece in zip(fused[last], pieces):
+                    held[f"{parent}.{part}.{kind}"].append(piece)
+            else:
+                held[f"{owner}.{kind}"].append(tensor)
+    return held

@@ -548,7 +548,9 @@ def disagreement(world, offset, limit):
     scored = torch.zeros(len(pack.input_ids))
     scored[pack.hidden_rows] = own + offset * world.rank
     pieces = [x[:-1].tolist() for x in scored.split(pack.cu_seqlens.diff().tolist())]
-    engine = types.SimpleNamespace(score=lambda sequences: pieces)
+    engine = types.SimpleNamespace(
+        score=lambda sequences: pieces, weights=dict, num_engines=world.size, dtype=torch.float32
+    )
     try:
         return resharding.check_published(network, engine, pack, limit)
     except RuntimeError as error:
