@@ -286,6 +286,31 @@ def test_others_are_equal_or_differ_by_design(case):
         assert not agree(numbers(theirs), numbers(design[0]), atol=1e-7), "equal after all"
 
 
+# What verl's strict GSM8K scorer gives for the answer 72 (the last "#### " and a number within 300
+# characters of the end, as a string without commas), and what ours gives, which compares numbers.
+GRADES = [
+    ("so 72 apples\n#### 72", 1, 1),
+    ("#### 72\n#### 71", 0, 0),
+    ("#### -72", 0, 0),
+    ("#### 72.", 0, 1),
+    ("#### 72.00", 0, 1),
+    ("#### 072", 0, 1),
+    ("#### $72", 0, 1),
+    ("####72", 0, 1),
+    ("The answer is 72.", 0, 1),
+    ("#### 72" + " so" * 101, 0, 1),
+    ("#### 7,2", 1, 0),
+]
+
+
+@pytest.mark.parametrize("response, strict, ours", GRADES)
+def test_a_grade_is_of_the_number_and_not_of_its_spelling(response, strict, ours):
+    """Ours; and where verl's is another, it is the spelling that was graded."""
+    assert data.grade(response, "72") == ours
+    spelt = response[-300:].rpartition("#### ")[2].split(" ")[0].replace(",", "")
+    assert (spelt == "72" and "#### " in response[-300:]) == strict
+
+
 # ---------------------------------------------------------------------------------------------
 # The papers, token by token, in Python floats. Every function takes x, a draw: see `draw`.
 
