@@ -69,7 +69,7 @@ def describe(
     """Facts of the global batch under verl's names: every rank has them, nothing is reduced."""
     known, mask = metrics.known, exp.mask
     metrics.describe("critic/score", batch.scores)
-    metrics.describe("critic/rewards", rewards.sum(-1))
+    metrics.describe("critic/rewards", rewards.where(mask, 0).sum(-1))
     metrics.describe("critic/advantages", exp.advantages[mask])
     metrics.describe("response_length", batch.response_lengths)
     metrics.describe("prompt_length", batch.prompt_lengths)

@@ -397,7 +397,7 @@ def compute_advantages(
         return losses.masked_whiten(advantages, mask), returns
     if config.adv_estimator == "reinforce_plus_plus":
         return losses.compute_reinforce_plus_plus_advantages(rewards, mask, config.gamma), None
-    outcomes, groups = rewards.sum(-1), batch.group_ids.to(rewards.device)
+    outcomes, groups = rewards.where(mask, 0).sum(-1), batch.group_ids.to(rewards.device)
     if config.adv_estimator == "rloo":
         return losses.compute_rloo_advantages(outcomes, groups, mask), None
     by_std = config.norm_adv_by_std_in_grpo
