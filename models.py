@@ -184,8 +184,7 @@ def build_critic(path: str, dtype: torch.dtype = torch.float32, **options) -> Cr
     """A value head on the trunk of `path`. A new head is zero, so that V starts at 0 and not at
     noise of the trunk's scale; a folder that holds a token classifier keeps its own head."""
     hf = _build(AutoModelForTokenClassification, path, dtype, num_labels=1, **options)
-    has_head = "TokenClassification" in str(read_config(path).architectures)
-    if not has_head and not hf.score.weight.is_meta:
+    if not _has_value_head(path) and not hf.score.weight.is_meta:
         for parameter in hf.score.parameters():
             nn.init.zeros_(parameter)
     return Critic(hf)
@@ -206,7 +205,9 @@ def _build(
     each block, one graph for all of them; fewer launches and less to keep for the backward.
     Dropout is off everywhere: old and new log-probs must be comparable."""
     config = read_config(path)
-    config.attention_dropout = 0.0
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):  # each architecture has names of its own
+            setattr(config, name, 0.0)
     for name, value in overrides.items():
         setattr(config, name, value)
     settings = dict(config=config, dtype=dtype, attn_implementation="packed")
@@ -218,7 +219,9 @@ def _build(
             # drawn in float32 whatever the dtype: one seed is one network
             hf = auto_class.from_config(**settings | {"dtype": torch.float32}).to(dtype)
         else:
-            hf = auto_class.from_pretrained(path, **settings)
+            checks = dict(output_loading_info=True, ignore_mismatched_sizes=True)
+            hf, report = auto_class.from_pretrained(path, **settings, **checks)
+            _check_weights(hf, path, report)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read a model from {path!r}: {_first_line(error)}") from error
     if gradient_checkpointing:
@@ -229,6 +232,23 @@ def _build(
                 block.forward = torch.compile(block.forward, dynamic=True)
     # transformers checkpoints activations in training mode only: the networks stay in it for good
     return hf.train()
+
+
+def _check_weights(hf: nn.Module, path: str, report: dict) -> None:
+    """transformers draws what a folder lacks, and unties two unequal weights, without a word."""
+    drawn = set(report["missing_keys"]) | {name for name, *_ in report["mismatched_keys"]}
+    if not _has_value_head(path):
+        drawn -= {"score.weight", "score.bias"}  # of a new critic
+    if drawn:
+        raise ValueError(f"no weights, or weights of another shape, for {sorted(drawn)[:3]}")
+    head = hf.get_output_embeddings()
+    tied = hf.config.tie_word_embeddings and hf._tied_weights_keys and head is not None
+    if tied and head.weight is not hf.get_input_embeddings().weight:
+        raise ValueError("tie_word_embeddings is true, but embedding and head are two weights")
+
+
+def _has_value_head(path: str) -> bool:
+    return "TokenClassification" in str(read_config(path).architectures)
 
 
 # ---------------------------------------------------------------- folders
