@@ -52,6 +52,7 @@ def shard_model(
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
+    _refuse_lower_precision(hf_model(model), param_dtype)
     weights = dict(_named_tensors(model)) if dist.get_rank() == 0 else {}
     model.to("meta")
     hf_model(model).tie_weights()  # moving a module to another device unties what was tied
@@ -79,6 +80,19 @@ def shard_model(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _refuse_lower_precision(hf: nn.Module, param_dtype: torch.dtype) -> None:
+    """Some classes list modules that must be computed in float32 (a router's bias). A block is cast
+    as a whole, so it would cast them too."""
+    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept = {name for attribute in lists for name in getattr(hf, attribute, None) or ()}
+    parts = {part for name, _ in hf.named_parameters() for part in name.split(".")}
+    if param_dtype != torch.float32 and kept & parts:
+        raise ValueError(
+            f"{type(hf).__name__} keeps {sorted(kept & parts)} in float32, and {param_dtype} would "
+            "lower them: use --dtype float32, or another model"
+        )
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
