@@ -146,6 +146,7 @@ def setup(config: Config, world: World) -> Run:
     reward = data.load_reward(config.reward, config.reward_timeout)
     num_steps = config.total_training_steps
     num_steps = num_steps or config.total_epochs * len(train_prompts) // config.train_batch_size
+    check_config(dataclasses.replace(config, total_training_steps=num_steps), world.size)
     folder = open_run(config, world)
     if world.is_main:
         print(batch_equation(config, world.size, num_steps, len(train_prompts)), flush=True)
