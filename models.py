@@ -56,12 +56,15 @@ def packed_attention(
     max_seqlen: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each packed sequence: token i sees token j iff same sequence, j <= i.
+    """Causal attention inside each packed sequence:
+
+        out_i = sum_j softmax_j(scaling q_i k_j) v_j over the j <= i of i's own sequence
 
     query [1, heads, T, d]; key, value [1, kv_heads, T, d] -> [1, T, heads, d]. `cu_seqlens` [S+1]
     int32 are the borders, `max_seqlen` the longest; both travel from Actor.forward through every
     transformers layer as plain keyword arguments. (transformers' own detection of packing is not
     used: it leaks across sequences without an error as soon as a cache or a mask exists.)
+    Test: test_models.py::test_no_gradient_crosses_a_border
     """
     if cu_seqlens is None or attention_mask is not None:
         raise ValueError("packed attention needs cu_seqlens and no mask: call Actor or Critic")
@@ -120,6 +123,7 @@ class Actor(nn.Module):
 
         -> log_probs [K] float32; with `return_entropy` also entropy [K] of the whole distribution,
         in nats.
+        Test: test_models.py::test_packed_equals_each_sequence_alone
         """
         hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]  # [K, D]
         outputs = []
@@ -156,7 +160,10 @@ class Critic(nn.Module):
         self.hf = hf
 
     def forward(self, pack: Pack) -> Tensor:
-        """V(x, y_<t): the state *before* each response token y_t -> values [K] float32."""
+        """V(x, y_<t): the state *before* each response token y_t -> values [K] float32.
+
+        Test: test_models.py::test_packed_values_equal_each_sequence_alone
+        """
         hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]
         # a copy: FSDP2's backward hook does not survive on a view
         return self.hf.score(hidden).squeeze(-1).float().clone()

@@ -281,7 +281,13 @@ def check_published(model: nn.Module, engine: Any, pack: Any, max_gap: float) ->
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their norm over all parameters and ranks is at most `max_norm`;
-    the norm before it, the same number on every rank (arXiv 1211.5063)."""
+    """Scale all gradients so that their norm over all parameters and ranks is at most `max_norm`:
+
+        g <- g min(1, max_norm / |g|)
+
+    Returns |g|, the norm before it, the same number on every rank.
+    Source: arXiv 1211.5063 algorithm 1.
+    Test: test_resharding.py::test_the_gradient_norm_is_that_of_the_whole
+    """
     norm = nn.utils.clip_grad_norm_(list(model.parameters()), max_norm)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
