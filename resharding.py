@@ -153,15 +153,19 @@ def _reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def _saved_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that a model folder holds, in the order of their names."""
+    saved = hf.state_dict().keys()
+    return [(name, buffer) for name, buffer in sorted(hf.named_buffers()) if name in saved]
+
+
 def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter and saved buffer, tied ones once.
     Collective: all ranks iterate to the end together. Each shard is cast to `dtype` before it is
     gathered: half the bytes."""
     _reshard(model)
     hf = hf_model(model)
-    saved = hf.state_dict().keys()
-    buffers = [(name, buffer) for name, buffer in hf.named_buffers() if name in saved]
-    for name, tensor in [*hf.named_parameters(), *buffers]:
+    for name, tensor in [*hf.named_parameters(), *_saved_buffers(hf)]:
         tensor = tensor.detach()
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
@@ -226,6 +230,8 @@ def place_weights(model: nn.Module, engine: Any) -> tuple[dict[str, Tensor], str
     direct route cannot be taken): tensor parallel, quantised or repacked weights, uneven shards."""
     if engine.num_engines != dist.get_world_size():
         return {}, "each engine spans several ranks"
+    for name, _ in _saved_buffers(hf_model(model)):
+        return {}, f"{name} is a buffer, which vLLM's loader alone knows to place"
     _reshard(model)
     stored, fused = engine.storage()
     parameters = dict(hf_model(model).named_parameters())
