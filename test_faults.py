@@ -80,18 +80,24 @@ def config_of(files, **changes):
 
 class PlainEngine:
     """In the place of vllm.LLM. `answer(world, engine, prompt ids, sampled)` may change what comes
-    back: (ids, log-probs, finish reason)."""
+    back: (ids, log-probs, finish reason). Its storage is its own affair if `portable`."""
 
-    def __init__(self, folder, answer=None, world=None):
-        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    def __init__(self, folder, answer=None, world=None, portable=False):
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
         self.answer = answer or (lambda world, engine, ids, sampled: sampled)
-        self.world = world
+        self.world, self.portable = world, portable
         self.calls, self.requests = [], []
-        self.awake, self.loaded, self.cached = {"weights", "kv_cache"}, False, False
+        self.awake, self.stale = {"weights", "kv_cache"}, False
+        self._forget()
+
+    def _forget(self):
+        for parameter in self.model.parameters():
+            parameter.fill_(NAN)
 
     def sleep(self, level):
         self.calls.append(f"sleep {level}")
-        self.awake, self.loaded = set(), False
+        self.awake, self.stale = set(), True
+        self._forget()
 
     def wake_up(self, tags):
         assert not self.awake & set(tags), "awake already"
@@ -101,21 +107,21 @@ class PlainEngine:
     def collective_rpc(self, name, kwargs):
         assert name == "reload_weights" and "weights" in self.awake
         weights = dict(kwargs["weights_iterator"])
-        assert not self.model.load_state_dict(weights, strict=False).unexpected_keys
         assert weights.keys() == dict(self.model.named_parameters()).keys()
+        self.model.load_state_dict(weights, strict=False)  # a tied head goes without saying
         self.calls.append("load")
-        self.loaded, self.cached = True, True
 
     def apply_model(self, function):
-        pass  # nothing is packed here
+        return [function(torch.nn.Module() if self.portable else self.model)]
 
     def reset_prefix_cache(self):
         self.calls.append("reset")
-        self.cached = False
+        self.stale = False
         return True
 
     def generate(self, requests, params, use_tqdm):
-        assert self.awake == {"weights", "kv_cache"} and self.loaded and not self.cached
+        assert self.awake == {"weights", "kv_cache"} and not self.stale
+        assert all(parameter.isfinite().all() for parameter in self.model.parameters())
         assert all(request.keys() == {"prompt_token_ids"} for request in requests)
         if isinstance(params, types.SimpleNamespace):
             self.calls.append("score")
@@ -124,13 +130,12 @@ class PlainEngine:
         self.requests += list(zip((r["prompt_token_ids"] for r in requests), params))
         return [self._sample(r["prompt_token_ids"], p) for r, p in zip(requests, params)]
 
-    @torch.no_grad()
     def _score(self, ids):
         log_p = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        entries = [{t: log_prob(log_p[i, t])} for i, t in enumerate(ids[1:])]
+        entries = [{t: types.SimpleNamespace(logprob=log_p[i, t].item())}
+                   for i, t in enumerate(ids[1:])]
         return types.SimpleNamespace(prompt_logprobs=[None, *entries])
 
-    @torch.no_grad()
     def _sample(self, prompt, params):
         stream = torch.Generator().manual_seed(params.seed)
         ids, log_probs, reason = [], [], "length"
@@ -140,11 +145,10 @@ class PlainEngine:
             ids.append(torch.multinomial(log_p.exp(), 1, generator=stream).item())
             log_probs.append(log_p[ids[-1]].item())
             reason = "stop" if ids[-1] in params.stop_token_ids else "length"
-        ids, log_probs, reason = self.answer(
-            self.world, self, prompt, (ids, log_probs, reason)
-        )
-        entries = [{t: log_prob(x)} for t, x in zip(ids, log_probs)]
-        asked = entries if params.logprobs is not None else None
+        sampled = ids, log_probs, reason
+        ids, log_probs, reason = self.answer(self.world, self, prompt, sampled)
+        flat = types.SimpleNamespace(start_indices=range(len(log_probs)), logprobs=log_probs)
+        asked = flat if params.logprobs is not None else None
         output = types.SimpleNamespace(token_ids=ids, logprobs=asked, finish_reason=reason)
         return types.SimpleNamespace(prompt_token_ids=prompt, outputs=[output])
 
@@ -153,14 +157,10 @@ class PlainEngine:
 VLLM = types.SimpleNamespace(SamplingParams=lambda **settings: types.SimpleNamespace(**settings))
 
 
-def log_prob(x):
-    return types.SimpleNamespace(logprob=x if x is None else float(x))
-
-
-def program(world, config, answer=None, aggregate=None):
+def program(world, config, answer=None, aggregate=None, portable=False):
     """The program around a PlainEngine; `aggregate` replaces ours."""
     def build(path, stops, *, dtype, rank, world_size, **_):
-        llm = PlainEngine(path, answer, world)
+        llm = PlainEngine(path, answer, world, portable)
         return rollout.Engine(llm, rank, world_size, dtype, stops, can_sleep=True)
 
     counts, weights = [], []
@@ -286,7 +286,8 @@ def value_update(world, clip):
     ppo_fsdp.update_critic(batch, experience, torch.arange(2), run, metrics)
     after = weights_of(critic.model)
     assert torch.equal(experience.values, old)
-    return metrics.reduce(ppo_fsdp.all_reduce_sum), all(torch.equal(before[name], after[name]) for name in before)
+    unmoved = all(torch.equal(before[name], after[name]) for name in before)
+    return metrics.reduce(ppo_fsdp.all_reduce_sum), unmoved
 
 
 def test_the_old_value_is_the_stored_one(ranks):
@@ -456,20 +457,22 @@ def test_a_batch_without_tokens_is_reported_under_the_same_names():
 # K12, K17, K19, K21: what the engine is asked, and in which order
 
 
-def moves(world, config):
-    run = program(world, config)
+def moves(world, config, portable):
+    run = program(world, config, portable=portable)
     return run.calls, run.records, [ids for ids, _ in run.requests], [p for _, p in run.requests]
 
 
-def test_a_step_wakes_loads_resets_generates_and_sleeps(ranks, files):
+@pytest.mark.parametrize("route", ["portable", "direct"])
+def test_a_step_wakes_loads_resets_generates_and_sleeps(ranks, files, route):
     """K17, K19, K21. Before every generation, in evaluation too: weights awake, all of them loaded,
     caches dropped, cache awake; after it, sleep at level 2. Nothing generates in between, and the
     engine agrees with the trainer in every step, also after the first update. Its sampler is asked
-    for ids only, the prompts' own (K12), with neutral settings by name (K15)."""
-    config = config_of(files, run_name="order", val_before_train=True, val_temperature=0.7)
-    before = ["wake weights", "load", "reset", "wake kv_cache"]
+    for ids only, the prompts' own (K12), with neutral settings by name (K15). By either route of
+    the weights; the direct one writes them into the engine's memory without a call."""
+    config = config_of(files, run_name=route, val_before_train=True, val_temperature=0.7)
+    before = ["wake weights", *["load"] * (route == "portable"), "reset", "wake kv_cache"]
     after = ["generate", "sleep 2"]
-    for calls, records, prompts, params in ranks[2](moves, config):
+    for calls, records, prompts, params in ranks[2](moves, config, route == "portable"):
         assert calls == [
             "sleep 2", *before, "score", *after,  # evaluation before the first step
             *before, *after, *before, *after,  # two steps
@@ -486,41 +489,47 @@ def test_a_step_wakes_loads_resets_generates_and_sleeps(ranks, files):
             assert (p.top_k, p.min_tokens, p.presence_penalty, p.frequency_penalty) == (0, 0, 0, 0)
 
 
-def test_an_engine_without_weights_or_cache_cannot_generate():
-    """K21. After level 2 the weights are garbage until a load, and the cache is gone until it is
-    awake: each half alone is refused, both are enough."""
-    llm = PlainEngine(tiny())
+def half_awake(world):
+    """What each state of an engine answers, from its start to its second publish."""
+    llm = PlainEngine(tiny(), portable=True)
     engine = rollout.Engine(llm, 0, 1, torch.float32, [1], can_sleep=True)
-    prompt = data.Prompt(0, [5, 6, 7], "", "")
-    actor = AutoModelForCausalLM.from_pretrained(tiny())
+    network, prompt = network_of(), data.Prompt(0, [5, 6, 7], "", "")
+    found = []
 
     def generate():
-        with mock.patch.dict(sys.modules, vllm=VLLM):
-            return rollout.generate(engine, [prompt], max_tokens=2, seed=1, step=1)
+        try:
+            with mock.patch.dict(sys.modules, vllm=VLLM):
+                (answer,) = rollout.generate(engine, [prompt], max_tokens=2, seed=1, step=1)
+            found.append(answer.response_ids)
+        except RuntimeError as error:
+            found.append("refused" if "publish and wake it up first" in str(error) else str(error))
 
-    def refused():
-        with pytest.raises(RuntimeError, match="publish and wake it up first"):
-            generate()
-
-    def load():
-        engine.load_weights((name, x.detach()) for name, x in actor.named_parameters())
-        engine.reset_cache()
-
-    refused()
+    generate()
     rollout.sleep(engine)
-    refused()
-    rollout.wake_up(engine, "weights")
-    refused()
-    load()
-    refused()
-    rollout.wake_up(engine, "kv_cache")
-    first = generate()
-    rollout.sleep(engine)
+    generate()
+    for _ in range(2):
+        rollout.wake_up(engine, "weights")
+        generate()
+        resharding.publish_weights(network, engine)
+        generate()
+        rollout.wake_up(engine, "kv_cache")
+        generate()
+        rollout.sleep(engine)
+        generate()
     rollout.wake_up(engine, "weights")
     rollout.wake_up(engine, "kv_cache")
-    refused()
-    load()
-    assert generate() == first  # unchanged weights, the same text
+    generate()
+    return found
+
+
+def test_an_engine_without_weights_or_cache_cannot_generate(ranks):
+    """K21. After level 2 the weights are garbage until a publish, and the cache is gone until it is
+    awake: at the start, asleep, with either half alone, and with weights that are awake but not
+    published it is refused; with both, unchanged weights give the same text again."""
+    (found,) = ranks[1](half_awake)
+    text = found[4]
+    assert found == ["refused"] * 2 + ["refused", "refused", text, "refused"] * 2 + ["refused"]
+    assert len(text) == 2
 
 
 def test_only_data_py_makes_ids_and_the_engine_gets_no_text():
@@ -854,14 +863,20 @@ def buffers(world):
     network.hf.first += 5
     sent = dict(resharding.full_params(network))
     assert not [name for name in sent if "inv_freq" in name]
-    return found, sent["first"].item(), sent["second"].item()
+    storage = dict(network.hf.named_parameters()), {}
+    engine = types.SimpleNamespace(num_engines=world.size, storage=lambda: storage)
+    return found, sent["first"].item(), sent["second"].item(), resharding.place_weights(
+        network, engine
+    )
 
 
 def test_buffers_reach_every_rank_and_the_engine(ranks):
     """K49. Two buffers registered as first, second on rank 0 and second, first on rank 1 are 1 and
     2 on both. K19. One that training changed to 6 is sent as 6; position tables, which no folder
-    holds, are not sent. Wrong: buffers in the order of registration; parameters only."""
-    assert ranks[2](buffers) == [((1.0, 2.0), 6.0, 2.0)] * 2
+    holds, are not sent. The direct route, which knows parameters alone, is then refused. Wrong:
+    buffers in the order of registration; parameters only."""
+    refusal = {}, "first is a buffer, which vLLM's loader alone knows to place"
+    assert ranks[2](buffers) == [((1.0, 2.0), 6.0, 2.0, refusal)] * 2
 
 
 def cast(world, names, dtype):
