@@ -245,14 +245,7 @@ def parse_config(arguments: list[str], is_main: bool = True) -> Config:
 def check_config(c: Config, world_size: int) -> None:
     """Refuse what cannot work: one sentence, with both numbers and what to change (ValueError)."""
     _check_ranges(c)
-    _require(
-        c.total_training_steps or c.total_epochs >= 1,
-        f"total_training_steps is 0 and total_epochs {c.total_epochs}: one of them must be above 0",
-    )
-    _require(
-        not c.total_training_steps or c.critic_warmup <= c.total_training_steps,
-        f"critic_warmup {c.critic_warmup}: more than all {c.total_training_steps} training steps",
-    )
+    _check_steps(c)
     _require(
         c.train_batch_size % c.ppo_mini_batch_size == 0,
         f"train_batch_size {c.train_batch_size} is not a multiple of ppo_mini_batch_size "
@@ -331,6 +324,26 @@ def _check_ranges(c: Config) -> None:
         for name in names:
             value = getattr(c, name)
             _require(holds(value), f"{name} is {value}: it must be {bound}")
+
+
+def _check_steps(c: Config) -> None:
+    """Warm-ups end within the run. `setup` asks again when it knows how many steps the epochs
+    are."""
+    _require(
+        c.total_training_steps or c.total_epochs >= 1,
+        f"total_training_steps is 0 and total_epochs {c.total_epochs}: one of them must be above 0",
+    )
+    if not c.total_training_steps:
+        return
+    _require(
+        c.critic_warmup <= c.total_training_steps,
+        f"critic_warmup {c.critic_warmup}: more than all {c.total_training_steps} training steps",
+    )
+    updates = c.ppo_epochs * c.train_batch_size // c.ppo_mini_batch_size * c.total_training_steps
+    _require(
+        c.lr_warmup_steps <= updates,
+        f"lr_warmup_steps {c.lr_warmup_steps}: more than all {updates} optimizer steps",
+    )
 
 
 def check_model(c: Config, folder: str) -> None:

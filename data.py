@@ -191,12 +191,13 @@ def _group_ids(rollouts: Sequence[Rollout]) -> list[int]:
 def pack(batch: Batch, rows: Sequence[int] | Tensor, pad_to: int = 1) -> Pack:
     """Concatenates rows of the batch without padding: no token is computed for nothing.
 
-    hidden_rows[k] = start of the row + length of its prompt + column - 1
+        hidden_rows[k] = start of the row + length of its prompt + column - 1
 
     This is the only place of the repository that shifts: the state at t predicts token t+1.
     T is padded to a multiple of pad_to by one dummy segment. Without rows the pack is a dummy
     segment alone and K = 0: a rank that has run out of rows must still make the forward and
     backward, or the others wait forever in its collectives.
+    Test: test_data.py::test_a_pack_is_its_sequences_end_to_end
     """
     rows = torch.as_tensor(rows, dtype=torch.int64, device=batch.responses.device)
     prompt_lengths = batch.prompt_lengths[rows]

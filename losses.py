@@ -57,7 +57,10 @@ def _keep(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """sum_t m_t x_t -> scalar fp32; x and mask [..]."""
+    """sum_t m_t x_t -> scalar fp32; x and mask [..].
+
+    Test: test_losses.py::test_masked_mean_counts_only_the_mask
+    """
     return _keep(x, mask).sum()
 
 
@@ -66,6 +69,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
     Only for tensors that hold the whole batch. In a micro-batch use `aggregate`: a mean of means
     gives tokens of short micro-batches a larger weight.
+    Test: test_losses.py::test_masked_mean_counts_only_the_mask
     """
     return masked_sum(x, mask) / mask.bool().sum().clamp(min=1)
 
@@ -79,6 +83,7 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     shift_mean=False is a pure scaling, x / sqrt(var + 1e-8): [2, 4, 6] becomes [1, 2, 3], every
     sign survives, and a constant comes back as it was. The other reading in use subtracts the mean,
     scales, and adds the mean back unscaled ([3, 4, 5]), which can turn signs.
+    Test: test_losses.py::test_whitening_gives_mean_0_and_unbiased_variance_1
     """
     kept = _keep(x, mask)
     mask = mask.bool()
@@ -113,6 +118,7 @@ def compute_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) 
 
     The two terms are computed apart because log_softmax would write a second [..,V] tensor:
     608 kB a token in fp32 at V = 152k.
+    Test: test_losses.py::test_log_probs_are_the_tempered_log_softmax
     """
     assert logits.shape[:-1] == tokens.shape, (
         f"logits are {tuple(logits.shape)}, tokens {tuple(tokens.shape)}")
@@ -126,6 +132,7 @@ def compute_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     H does not change when z is shifted; with the maximum at 0 neither term cancels the other, so
     rounding cannot make H negative. A forbidden token (logit -inf) counts as 0 * log 0 = 0.
     As a bonus it is *subtracted* from the loss.
+    Test: test_losses.py::test_entropy_by_enumeration
     """
     z = _tempered(logits, temperature)
     # exp(-1e4) is exactly 0 in fp32, and unlike -inf it can be multiplied by 0.
@@ -140,12 +147,12 @@ def compute_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def compute_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Estimate of KL(pi, pi_ref) from each sampled token -> [..]; d = log pi - log pi_ref.
 
-    kind   value            gradient wrt log pi   in expectation over a ~ pi
-    k1     d                1                     value KL; as a loss its gradient is 0: useless
-    abs    |d|              sign d
-    k2     d^2 / 2          d                     the gradient of KL
-    k3     e^-d + d - 1     1 - e^-d              value KL, never negative; gradient of KL(ref, pi)
-    X+     as X             d                     the value of X with the gradient of KL
+        kind  value           gradient wrt log pi  in expectation over a ~ pi
+        k1    d               1                    value KL; as a loss its gradient is 0: useless
+        abs   |d|             sign d
+        k2    d^2 / 2         d                    the gradient of KL
+        k3    e^-d + d - 1    1 - e^-d             value KL, never negative; gradient of KL(ref, pi)
+        X+    as X            d                    the value of X with the gradient of KL
 
     kl, mse, low_var_kl are verl's names of k1, k2, k3. In the *reward* only the value counts, so
     k1 is right there; in the *loss* only the gradient counts: use k2 or a '+'. d is positive on
@@ -156,7 +163,8 @@ def compute_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
     There is no mask here. A place where d is not finite stays NaN, visible if it is counted,
     but sends exactly 0 back, so that masking the result is enough.
-    Source: Schulman, joschu.net/blog/kl-approx.html (2020).
+    Source: Schulman, joschu.net/blog/kl-approx.html (2020); k3 is arXiv 2402.03300 eq. 4.
+    Test: test_losses.py::test_kl_estimators_by_enumeration
     """
     if kind not in KL_KINDS:
         raise ValueError(f"KL estimator {kind!r} is unknown; choose one of {', '.join(KL_KINDS)}")
@@ -186,7 +194,7 @@ def compute_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 class KLController:
     """beta of `- beta * KL` in the reward: fixed, or steered towards target_kl.
 
-    adaptive: beta <- beta * (1 + clip(kl / target_kl - 1, -0.2, 0.2) * n / horizon)
+        adaptive: beta <- beta * (1 + clip(kl / target_kl - 1, -0.2, 0.2) * n / horizon)
 
     kl is the mean KL of the batch to the *reference* (not to the old policy), n the number of
     sequences in the whole batch over all ranks: one update a batch, after its rewards were made
@@ -194,6 +202,7 @@ class KLController:
     10,000: doubling it takes 136 steps. With n > 5 * horizon the formula would turn beta negative;
     the factor therefore stops at 0.01. A kl that is not finite changes nothing.
     Source: Ziegler et al., arXiv 1909.08593 section 2.2 (n / horizon: their code).
+    Test: test_losses.py::test_kl_controller_follows_ziegler
     """
 
     def __init__(self, kl_coef: float, kind: str = "fixed", target_kl: float = 0.1,
@@ -264,6 +273,8 @@ def compute_token_level_rewards(
     last text when that is tool output, where the score would be lost. A row without any true place
     gets nothing. Hence sum_t r_t = score - kl_coef * sum_t kl_t.
     kl is log pi_old - log pi_ref and is subtracted; None where the reward has no KL.
+    Source: arXiv 1909.08593 eq. 2, there for the whole response, here token by token.
+    Test: test_losses.py::test_kl_penalty_is_subtracted_and_the_score_conserved
     """
     mask = response_mask.bool()
     scores = _check_scores(scores, mask.any(dim=1))
@@ -303,6 +314,7 @@ def compute_gae(
     text, the episode ends there for good, and V of a state in which no decision is ever taken is
     never trained. A cut answer is thus a wrong answer, which is what teaches the policy to finish.
     Source: arXiv 1506.02438 eq. 16.
+    Test: test_losses.py::test_gae_is_the_double_sum
     """
     mask = response_mask.bool()
     order = _close_gaps(mask)
@@ -348,7 +360,9 @@ def compute_grpo_advantages(
     g is the group of samples of one prompt. std is the unbiased one. norm_by_std=False leaves the
     division out (Dr. GRPO: no extra weight for prompts that are nearly always or never solved).
     A group of equal scores gives exactly 0; a KL or entropy term in the loss still moves it.
-    A group of one gives its score. Source: arXiv 2402.03300 section 4.1; arXiv 2503.20783.
+    A group of one gives its score.
+    Source: arXiv 2402.03300 section 4.1; without the division arXiv 2503.20783.
+    Test: test_losses.py::test_group_advantages_goldens_of_verl
     """
     centred, std, _ = _group_statistics(scores, group_ids)
     advantages = centred / (std + 1e-6) if norm_by_std else centred
@@ -360,7 +374,9 @@ def compute_rloo_advantages(scores: Tensor, group_ids: Tensor, response_mask: Te
 
     The baseline leaves the sample itself out, hence no bias. A group of one has no others: its
     baseline is 0 and its score comes back unchanged (plain REINFORCE; verl's vectorised form
-    answers 0, which would drop the sample silently). Source: arXiv 2402.14740.
+    answers 0, which would drop the sample silently).
+    Source: arXiv 2402.14740.
+    Test: test_losses.py::test_rloo_leaves_the_sample_itself_out
     """
     centred, _, size = _group_statistics(scores, group_ids)
     advantages = centred * size / (size - 1).clamp(min=1)
@@ -374,6 +390,7 @@ def compute_reinforce_plus_plus_advantages(
 
     No critic and no groups. t + l counts true places only, as in `compute_gae`.
     Source: arXiv 2501.03262.
+    Test: test_losses.py::test_reinforce_plus_plus_is_whitened_reward_to_go
     """
     mask = response_mask.bool()
     order = _close_gaps(mask)
@@ -411,7 +428,9 @@ def compute_policy_loss(
     log r is clamped to +-20 (no gradient beyond), so a log-ratio of 200 is finite. rollout_weights
     multiply the loss after clipping. Metrics: clip_frac, clip_frac_high, clip_frac_lower,
     approx_kl (old minus new log-prob, the k1 estimate of KL(old, new); verl's ppo_kl), ratio.
-    Source: arXiv 1707.06347 eq. 7; separate bounds arXiv 2503.14476; dual clip arXiv 1912.09729.
+    Source: arXiv 1707.06347 eq. 7; separate bounds arXiv 2503.14476; dual clip arXiv 1912.09729
+    eq. 5.
+    Test: test_losses.py::test_clip_regions
     """
     if clip_ratio_low < 0 or clip_ratio_high < 0:
         raise ValueError(f"clip_ratio_low and clip_ratio_high are distances from 1 and must be >= "
@@ -464,6 +483,7 @@ def compute_value_loss(
     Metrics, sums over masked tokens: clip_frac (gradient cut: the clipped error is the larger one,
     verl's vf_clipfrac), out_of_range (|v - V| > eps, cut or not), value_pred.
     Source: arXiv 2005.12729 section 3 (the clipping); the factor 1/2 as in verl.
+    Test: test_losses.py::test_value_loss_is_half_the_larger_square
     """
     if clip_range_value is not None and not clip_range_value >= 0:
         raise ValueError(f"clip_range_value must be >= 0, got {clip_range_value}; None means off")
@@ -498,17 +518,18 @@ def aggregate(
 ) -> Tensor:
     """This micro-batch's part of the mini-batch loss; loss and mask [b,R] -> scalar.
 
-    token-mean                 sum_it l_it / num_tokens
-    seq-mean-token-sum         sum_i sum_t l_it / num_sequences
-    seq-mean-token-mean        sum_i (sum_t l_it / length_i) / num_sequences
-    seq-mean-token-sum-norm    sum_i sum_t l_it / (num_sequences * norm)     norm constant
+        token-mean                 sum_it l_it / num_tokens
+        seq-mean-token-sum         sum_i sum_t l_it / num_sequences
+        seq-mean-token-mean        sum_i (sum_t l_it / length_i) / num_sequences
+        seq-mean-token-sum-norm    sum_i sum_t l_it / (num_sequences * norm)     norm constant
 
     num_tokens and num_sequences count the *whole mini-batch over all ranks*, so parts simply add
     up: no factor for ranks or accumulation steps anywhere. num_tokens counts the mask, not the
     text; num_sequences counts all sequences, fully masked ones too. An empty mini-batch gives 0.
     Policy, value, KL and entropy terms all pass through here with the same counts.
-    Source: arXiv 2503.14476 (token-mean), arXiv 2402.03300 (seq-mean-token-mean),
+    Source: arXiv 2503.14476 (token-mean), arXiv 2402.03300 eq. 3 (seq-mean-token-mean),
     arXiv 2503.20783 (constant norm, "Dr. GRPO").
+    Test: test_losses.py::test_aggregation_by_hand
     """
     if mode not in AGGREGATION_MODES:
         raise ValueError(f"aggregation {mode!r} is unknown; choose one of "
@@ -553,6 +574,7 @@ def compute_rollout_weights(
     above_threshold (before truncation), kl (log pi_rollout - log pi_old), k3 (its non-negative
     estimate); num_missing counts the others.
     Source: arXiv 1802.01561 section 4.1 (truncated weights).
+    Test: test_losses.py::test_rollout_weights_are_truncated_importance_weights
     """
     if level not in ("token", "sequence"):
         raise ValueError(f"rollout weight level {level!r} is unknown; choose token or sequence")

@@ -35,11 +35,12 @@ class Metrics:
         self.parts.setdefault(name, []).append((torch.as_tensor(part).detach(), count))
 
     def describe(self, name: str, x: Tensor) -> None:
-        """Mean, maximum and minimum of something that every rank holds whole."""
-        if x.numel():
-            self.known[f"{name}/mean"] = x.double().mean().item()
-            self.known[f"{name}/max"] = x.max().item()
-            self.known[f"{name}/min"] = x.min().item()
+        """Mean, maximum and minimum of something that every rank holds whole; 0 over nothing, so
+        that every step has the same names."""
+        x = x if x.numel() else x.new_zeros(1)
+        self.known[f"{name}/mean"] = x.double().mean().item()
+        self.known[f"{name}/max"] = x.max().item()
+        self.known[f"{name}/min"] = x.min().item()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -76,15 +77,18 @@ def describe(
     known["response/truncated_ratio"] = batch.truncated.double().mean().item()
     known["perf/total_num_tokens"] = int(batch.lengths.sum())
     known["actor/entropy"] = losses.masked_mean(entropy, mask).item()
-    if exp.values is not None and mask.any():
+    if exp.values is not None:
         values, returns = exp.values[mask], exp.returns[mask]
         metrics.describe("critic/values", values)
         metrics.describe("critic/returns", returns)
-        unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
-        known["critic/vf_explained_var"] = 1 - unexplained.item()
+        known["critic/vf_explained_var"] = 0.0
+        if len(values):
+            unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
+            known["critic/vf_explained_var"] = 1 - unexplained.item()
     if batch.rollout_log_probs is not None:
         engine = batch.rollout_log_probs.to(mask.device)
         asked = mask & engine.isfinite()
+        known["training/rollout_log_probs_share"] = losses.masked_mean(asked, mask).item()
         engine, trainer = engine[asked], exp.old_log_probs[asked]
         metrics.describe("training/rollout_log_probs_diff", (engine - trainer).abs())
         metrics.describe("training/rollout_probs_diff", (engine.exp() - trainer.exp()).abs())

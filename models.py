@@ -56,12 +56,15 @@ def packed_attention(
     max_seqlen: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each packed sequence: token i sees token j iff same sequence, j <= i.
+    """Causal attention inside each packed sequence:
+
+        out_i = sum_j softmax_j(scaling q_i k_j) v_j over the j <= i of i's own sequence
 
     query [1, heads, T, d]; key, value [1, kv_heads, T, d] -> [1, T, heads, d]. `cu_seqlens` [S+1]
     int32 are the borders, `max_seqlen` the longest; both travel from Actor.forward through every
     transformers layer as plain keyword arguments. (transformers' own detection of packing is not
     used: it leaks across sequences without an error as soon as a cache or a mask exists.)
+    Test: test_models.py::test_no_gradient_crosses_a_border
     """
     if cu_seqlens is None or attention_mask is not None:
         raise ValueError("packed attention needs cu_seqlens and no mask: call Actor or Critic")
@@ -120,6 +123,7 @@ class Actor(nn.Module):
 
         -> log_probs [K] float32; with `return_entropy` also entropy [K] of the whole distribution,
         in nats.
+        Test: test_models.py::test_packed_equals_each_sequence_alone
         """
         hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]  # [K, D]
         outputs = []
@@ -156,7 +160,10 @@ class Critic(nn.Module):
         self.hf = hf
 
     def forward(self, pack: Pack) -> Tensor:
-        """V(x, y_<t): the state *before* each response token y_t -> values [K] float32."""
+        """V(x, y_<t): the state *before* each response token y_t -> values [K] float32.
+
+        Test: test_models.py::test_packed_values_equal_each_sequence_alone
+        """
         hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]
         # a copy: FSDP2's backward hook does not survive on a view
         return self.hf.score(hidden).squeeze(-1).float().clone()
@@ -184,8 +191,7 @@ def build_critic(path: str, dtype: torch.dtype = torch.float32, **options) -> Cr
     """A value head on the trunk of `path`. A new head is zero, so that V starts at 0 and not at
     noise of the trunk's scale; a folder that holds a token classifier keeps its own head."""
     hf = _build(AutoModelForTokenClassification, path, dtype, num_labels=1, **options)
-    has_head = "TokenClassification" in str(read_config(path).architectures)
-    if not has_head and not hf.score.weight.is_meta:
+    if not _has_value_head(path) and not hf.score.weight.is_meta:
         for parameter in hf.score.parameters():
             nn.init.zeros_(parameter)
     return Critic(hf)
@@ -206,7 +212,9 @@ def _build(
     each block, one graph for all of them; fewer launches and less to keep for the backward.
     Dropout is off everywhere: old and new log-probs must be comparable."""
     config = read_config(path)
-    config.attention_dropout = 0.0
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):  # each architecture has names of its own
+            setattr(config, name, 0.0)
     for name, value in overrides.items():
         setattr(config, name, value)
     settings = dict(config=config, dtype=dtype, attn_implementation="packed")
@@ -218,7 +226,9 @@ def _build(
             # drawn in float32 whatever the dtype: one seed is one network
             hf = auto_class.from_config(**settings | {"dtype": torch.float32}).to(dtype)
         else:
-            hf = auto_class.from_pretrained(path, **settings)
+            checks = dict(output_loading_info=True, ignore_mismatched_sizes=True)
+            hf, report = auto_class.from_pretrained(path, **settings, **checks)
+            _check_weights(hf, path, report)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read a model from {path!r}: {_first_line(error)}") from error
     if gradient_checkpointing:
@@ -229,6 +239,23 @@ def _build(
                 block.forward = torch.compile(block.forward, dynamic=True)
     # transformers checkpoints activations in training mode only: the networks stay in it for good
     return hf.train()
+
+
+def _check_weights(hf: nn.Module, path: str, report: dict) -> None:
+    """transformers draws what a folder lacks, and unties two unequal weights, without a word."""
+    drawn = set(report["missing_keys"]) | {name for name, *_ in report["mismatched_keys"]}
+    if not _has_value_head(path):
+        drawn -= {"score.weight", "score.bias"}  # of a new critic
+    if drawn:
+        raise ValueError(f"no weights, or weights of another shape, for {sorted(drawn)[:3]}")
+    head = hf.get_output_embeddings()
+    tied = hf.config.tie_word_embeddings and hf._tied_weights_keys and head is not None
+    if tied and head.weight is not hf.get_input_embeddings().weight:
+        raise ValueError("tie_word_embeddings is true, but embedding and head are two weights")
+
+
+def _has_value_head(path: str) -> bool:
+    return "TokenClassification" in str(read_config(path).architectures)
 
 
 # ---------------------------------------------------------------- folders

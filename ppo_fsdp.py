@@ -146,6 +146,7 @@ def setup(config: Config, world: World) -> Run:
     reward = data.load_reward(config.reward, config.reward_timeout)
     num_steps = config.total_training_steps
     num_steps = num_steps or config.total_epochs * len(train_prompts) // config.train_batch_size
+    check_config(dataclasses.replace(config, total_training_steps=num_steps), world.size)
     folder = open_run(config, world)
     if world.is_main:
         print(batch_equation(config, world.size, num_steps, len(train_prompts)), flush=True)
@@ -442,6 +443,7 @@ def update_actor(
 
     where `agg` divides by the tokens (or sequences) of the whole mini-batch over all ranks, so that
     the losses, and with them the gradients, of micro-batches and ranks simply add up.
+    Test: test_faults.py::test_every_term_of_the_loss_pulls_its_own_way
     """
     config, model = run.config, run.actor.model
     mode = dict(
@@ -487,7 +489,12 @@ def update_actor(
 def update_critic(
     batch: data.Batch, exp: Experience, rows: Tensor, run: Run, metrics: Metrics
 ) -> None:
-    """One optimizer step of the value function on the rows of one mini-batch."""
+    """One optimizer step of the value function on the rows of one mini-batch:
+
+        sum_it loss_it / num_tokens
+
+    Test: test_faults.py::test_the_old_value_is_the_stored_one
+    """
     config, model = run.config, run.critic.model
     num_tokens = int(batch.response_mask[rows].sum())
     cap = config.critic_ppo_max_token_len_per_gpu or 2 * config.ppo_max_token_len_per_gpu

@@ -52,6 +52,7 @@ def shard_model(
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
+    _refuse_lower_precision(hf_model(model), param_dtype)
     weights = dict(_named_tensors(model)) if dist.get_rank() == 0 else {}
     model.to("meta")
     hf_model(model).tie_weights()  # moving a module to another device unties what was tied
@@ -79,6 +80,19 @@ def shard_model(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _refuse_lower_precision(hf: nn.Module, param_dtype: torch.dtype) -> None:
+    """Some classes list modules that must be computed in float32 (a router's bias). A block is cast
+    as a whole, so it would cast them too."""
+    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept = {name for attribute in lists for name in getattr(hf, attribute, None) or ()}
+    parts = {part for name, _ in hf.named_parameters() for part in name.split(".")}
+    if param_dtype != torch.float32 and kept & parts:
+        raise ValueError(
+            f"{type(hf).__name__} keeps {sorted(kept & parts)} in float32, and {param_dtype} would "
+            "lower them: use --dtype float32, or another model"
+        )
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -139,15 +153,19 @@ def _reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def _saved_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that a model folder holds, in the order of their names."""
+    saved = hf.state_dict().keys()
+    return [(name, buffer) for name, buffer in sorted(hf.named_buffers()) if name in saved]
+
+
 def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter and saved buffer, tied ones once.
     Collective: all ranks iterate to the end together. Each shard is cast to `dtype` before it is
     gathered: half the bytes."""
     _reshard(model)
     hf = hf_model(model)
-    saved = hf.state_dict().keys()
-    buffers = [(name, buffer) for name, buffer in hf.named_buffers() if name in saved]
-    for name, tensor in [*hf.named_parameters(), *buffers]:
+    for name, tensor in [*hf.named_parameters(), *_saved_buffers(hf)]:
         tensor = tensor.detach()
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
@@ -212,6 +230,8 @@ def place_weights(model: nn.Module, engine: Any) -> tuple[dict[str, Tensor], str
     direct route cannot be taken): tensor parallel, quantised or repacked weights, uneven shards."""
     if engine.num_engines != dist.get_world_size():
         return {}, "each engine spans several ranks"
+    for name, _ in _saved_buffers(hf_model(model)):
+        return {}, f"{name} is a buffer, which vLLM's loader alone knows to place"
     _reshard(model)
     stored, fused = engine.storage()
     parameters = dict(hf_model(model).named_parameters())
@@ -305,7 +325,13 @@ def _part_of(full: Tensor, shape: torch.Size, member: int, members: int) -> Tens
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their norm over all parameters and ranks is at most `max_norm`;
-    the norm before it, the same number on every rank (arXiv 1211.5063)."""
+    """Scale all gradients so that their norm over all parameters and ranks is at most `max_norm`:
+
+        g <- g min(1, max_norm / |g|)
+
+    Returns |g|, the norm before it, the same number on every rank.
+    Source: arXiv 1211.5063 algorithm 1.
+    Test: test_resharding.py::test_the_gradient_norm_is_that_of_the_whole
+    """
     norm = nn.utils.clip_grad_norm_(list(model.parameters()), max_norm)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

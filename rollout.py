@@ -246,13 +246,15 @@ def _to_rollout(output, prompt: Prompt, sample: int) -> Rollout:
     if list(output.prompt_token_ids) != prompt.ids:
         raise RuntimeError(f"vLLM answered another prompt than it was given ({prompt.index})")
     answer = output.outputs[0]
+    if answer.finish_reason not in ("stop", "length"):
+        reason = answer.finish_reason
+        raise RuntimeError(f"vLLM broke off its answer to prompt {prompt.index}: {reason}")
     ids = list(answer.token_ids)
     log_probs = None
     if answer.logprobs is not None:
         starts = answer.logprobs.start_indices  # of each place; the sampled token is its first
         log_probs = [answer.logprobs.logprobs[start] for start in starts]
-    finish_reason = "stop" if answer.finish_reason == "stop" else "length"
-    return Rollout(prompt, ids, finish_reason, sample=sample, log_probs=log_probs)
+    return Rollout(prompt, ids, answer.finish_reason, sample=sample, log_probs=log_probs)
 
 
 def sleep(engine: Engine) -> None:

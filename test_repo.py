@@ -183,3 +183,58 @@ def test_readme_options_and_presets_exist():
 
 def test_ci_runs_what_the_readme_says():
     assert "make test" in README and "make test" in (HERE / ".ci" / "run").read_text()
+
+
+# ---------------------------------------------------------------------------------------------
+# The pages in docs/ that name code and tests
+
+# Kinds whose feature is not built yet: whoever builds it fills the row and takes the kind off here.
+COMES_LATER = {"K35": "checkpoint", "K36": "export", "K37": "checkpoint", "K43": "sequence parallel"}
+
+
+def names_in(file: str) -> set[str]:
+    """Names of all functions and classes of a file, methods included."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(ast.parse((HERE / file).read_text()))
+            if isinstance(node, kinds)}
+
+
+def check_references(text: str) -> int:
+    """Every `test_file.py::name` and `file.py: name` exists; the number of tests."""
+    tests = re.findall(r"`(test_\w+\.py)::(\w+)`", text)
+    for file, name in tests + re.findall(r"`(\w+\.py): (?:\w+\.)?(\w+)`", text):
+        assert name in names_in(file), f"{file} has no {name}"
+    return len(tests)
+
+
+def test_every_kind_of_fault_has_its_tests():
+    """docs/faults.md has the rows K01 to K49, each with tests that exist, or with the reason why it
+    cannot occur (for at most five), or, for the kinds above, with the feature that it comes with."""
+    page = (HERE / "docs" / "faults.md").read_text()
+    rows = re.findall(r"^\| (K\d\d) [^|]*\| ([^|]+) \| ([^|]*) ?\| ([^|]+) \|$", page, re.MULTILINE)
+    assert [row[0] for row in rows] == [f"K{i:02}" for i in range(1, 50)]
+    excused = []
+    for kind, rule, places, tests in rows:
+        assert rule.endswith(".") and len(rule) > 40, kind
+        feature = re.search(r"comes with ([a-z ]+)", tests)
+        assert (feature and feature[1]) == COMES_LATER.get(kind), kind
+        if re.match("cannot occur: ....", tests):
+            excused.append(kind)
+        else:
+            assert check_references(tests) or feature, f"{kind} names no test"
+            assert check_references(places) == 0 and (feature or "`" in places), kind
+    assert len(excused) <= 5
+
+
+def test_the_equations_page_is_what_the_docstrings_say():
+    """docs/equations.md is what tools/equations.py writes; every public name of losses.py is on it,
+    and every test that it names exists."""
+    from tools import equations
+
+    page = equations.PAGE.read_text()
+    assert page == equations.page(), "stale: run python tools/equations.py"
+    public = [node.name for node in ast.parse((HERE / "losses.py").read_text()).body
+              if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"]
+    for name in public:
+        assert f"`losses.py: {name}`" in page, f"{name} has no Test: line in its docstring"
+    assert check_references(page) >= len(public)
