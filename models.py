@@ -206,7 +206,8 @@ def _build(
     each block, one graph for all of them; fewer launches and less to keep for the backward.
     Dropout is off everywhere: old and new log-probs must be comparable."""
     config = read_config(path)
-    config.attention_dropout = 0.0
+    for name in [name for name, value in vars(config).items() if "drop" in name and value]:
+        setattr(config, name, 0.0)
     for name, value in overrides.items():
         setattr(config, name, value)
     settings = dict(config=config, dtype=dtype, attn_implementation="packed")
