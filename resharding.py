@@ -68,7 +68,6 @@ def shard_model(
     model.reshards = reshard_after_forward
     model.keeps_weights = not (reshard_after_forward and sharded)
     model.to_empty(device=device)
-    hf_model(model).tie_weights()
     with torch.no_grad():
         for name, tensor in _named_tensors(model):
             _fill(tensor, weights.pop(name, None), device)
@@ -143,8 +142,9 @@ def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[
     """(Hugging Face name, full tensor) of every parameter and saved buffer, tied ones once.
     Collective: all ranks iterate to the end together. Each shard is cast to `dtype` before it is
     gathered: half the bytes."""
-    _reshard(model)
     hf = hf_model(model)
+    # After a forward without a backward the root still holds plain, unsharded tensors in the
+    # compute dtype; FSDP2 puts the shards back before it lists a state.
     saved = hf.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in hf.named_buffers() if name in saved]
     for name, tensor in [*hf.named_parameters(), *buffers]:

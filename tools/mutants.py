@@ -196,19 +196,19 @@ class Job:
 
     def verdict(self) -> str:
         """"" if all is as it should be, else what is not."""
-        tail = "\n".join(self.output.splitlines()[-30:])
-        if self.result is None:
-            return f"no result after {self.seconds:.0f} s\n{tail}"
+        if self.result is None or not self.result["failed"] and self.result["status"] != 0:
+            return f"no test ran in {self.seconds:.0f} s\n{self.output[-3000:]}"
         status, error = self.result["status"], self.result["error"]
+        told = f"{self.result['failed']}\n{error}: {self.result['text'][:3000]}"
         if self.mutant is None:
-            return "" if status == 0 else f"fails without any fault\n{tail}"
+            return "" if status == 0 else f"fails without any fault: {told}"
         if status == 0:
             return "survives"
         if status != 1 or self.result["when"] != "call":
-            return f"the test did not run\n{tail}"
+            return f"the test did not run: {told}"
         error = failure_on_rank(self.result["text"]) or error
         if error in BROKEN:
-            return f"the mutant itself is broken\n{tail}"
+            return f"the mutant itself is broken: {told}"
         if error not in ("AssertionError", "Failed", self.mutant.error):
             return f"the test ends in {error}: if this is how it should, say 'raises {error}'"
         return ""
@@ -306,6 +306,19 @@ def import_heavy(base: Path, test_files: Iterable[str]) -> None:
     gc.freeze()
 
 
+def make_models(base: Path) -> None:
+    """The models that tests make at their first use, now, before several tests would at once."""
+    pid = os.fork()
+    if pid == 0:
+        sys.path[0] = str(base)
+        import models
+
+        for name in ("tiny", "tiny-untied"):
+            models.resolve_model(name, base / ".cache")
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
 # ---------------------------------------------------------------------------------- the whole
 
 
@@ -395,8 +408,8 @@ def run_mutants(mutants: list[Mutant], base: Path, at_once: int) -> list[tuple[J
         if mutant.test not in names:
             names.append(mutant.test)
     import_heavy(base, tests)
+    make_models(base)
     bad: list[tuple[Job, str]] = []
-    total = len(mutants)
 
     def report(job: Job) -> None:
         verdict = job.verdict()
@@ -411,10 +424,9 @@ def run_mutants(mutants: list[Mutant], base: Path, at_once: int) -> list[tuple[J
     if bad:
         return bad
     # the slow ones first, so that none is waited for at the end
-    slow = ("test_ppo.py", "test_rollout.py", "test_resharding.py", "test_models.py")
-    order = {name: i for i, name in enumerate(slow)}
-    mutants = sorted(mutants, key=lambda m: order.get(m.test.split("::")[0], len(order)))
-    print(f"{total} mutants", flush=True)
+    cost = {job.tests[0].split("::")[0]: job.seconds / len(job.tests) for job in plain}
+    mutants = sorted(mutants, key=lambda m: -cost[m.test.split("::")[0]])
+    print(f"{len(mutants)} mutants", flush=True)
     run_all([Job(mutant, [mutant.test]) for mutant in mutants], base, at_once, report)
     return bad
 
