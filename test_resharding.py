@@ -275,6 +275,29 @@ def test_copies_of_the_weights_are_not_mathematics(two_ranks):
             assert gap < 1e-6 and held == pytest.approx(share, abs=0.02)
 
 
+def two_steps(world, reshard_after_forward):
+    """Weights after two steps of gradient descent, sharded and plain."""
+    batch, rate = batch_of(), 0.1
+    network = sharded_network(reshard_after_forward=reshard_after_forward)
+    plain = plain_network()
+    for _ in range(2):
+        with resharding.kept_whole(network):
+            backward_in_parts(network, world)
+        loss_of(plain, batch, range(6), int(batch.response_mask.sum())).backward()
+        for model in (network, plain):
+            torch.optim.SGD(model.parameters(), lr=rate).step()
+            model.zero_grad()
+    found = dict(resharding.full_params(network))
+    return largest_gap(found, dict(plain.hf.named_parameters()))
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_weights_kept_whole_are_given_back_before_they_change(two_ranks, reshard_after_forward):
+    """Two steps over micro-batches that share one gather of the weights = two steps of the plain
+    network. Wrong: the second step's gradient is that of the weights before the first."""
+    assert max(two_ranks(two_steps, reshard_after_forward)) < 1e-5
+
+
 class Line(torch.nn.Module):
     """w . x, whose gradient is x itself."""
 

@@ -54,6 +54,7 @@ class Mutant:
     line: int  # of mutants.txt
     means: str
     file: str
+    function: str  # in which the old text stands; empty: anywhere in the file
     old: str
     new: str
     test: str  # file::name
@@ -61,21 +62,25 @@ class Mutant:
 
     def apply(self, source: str) -> str:
         """The source of `file` with the fault in it."""
-        found = source.count(self.old)
-        if found != 1:
+        lines, start, end = source.splitlines(keepends=True), 0, None
+        for node in ast.walk(ast.parse(source)) if self.function else ():
+            if getattr(node, "name", "") == self.function:
+                start, end = node.lineno - 1, node.end_lineno
+        before, part, after = ("".join(x) for x in (lines[:start], lines[start:end], lines[end:]))
+        found = part.count(self.old)
+        if found != 1 or self.function and end is None:
             raise ValueError(
                 f"mutants.txt:{self.line} ({self.means}): its old text is found {found} times in "
-                f"{self.file} and not once: bring the entry up to date\n  {self.old}"
+                f"{self.file} {self.function} and not once: bring the entry up to date\n  {self.old}"
             )
-        mutated = source.replace(self.old, self.new)
-        compile(mutated, self.file, "exec")
-        return mutated
+        return before + part.replace(self.old, self.new) + (after if end is not None else "")
 
     def __str__(self) -> str:
         texts = [("-", self.old), ("+", self.new)]
         changes = [f"  {sign} {line}" for sign, text in texts for line in text.splitlines()]
         where = f"mutants.txt:{self.line}: {self.means}"
-        return "\n".join([where, f"  {self.file}", *changes, f"  {self.test}"])
+        file = f"  {self.file} {self.function}".rstrip()
+        return "\n".join([where, file, *changes, f"  {self.test}"])
 
 
 def read_table(text: str) -> list[Mutant]:
@@ -94,10 +99,11 @@ def read_table(text: str) -> list[Mutant]:
         error = others.pop().removeprefix("raises ") if others[-1].startswith("raises ") else ""
         if len(others) != 3 or not old or not new or "::" not in others[2]:
             raise ValueError(
-                f"mutants.txt:{number}: an entry is what it means, the file, '- ' and the old "
-                "text, '+ ' and the new one, file::test"
+                f"mutants.txt:{number}: an entry is what it means, the file (and function), '- ' "
+                "and the old text, '+ ' and the new one, file::test"
             )
-        mutants.append(Mutant(number, others[0], others[1], old, new, others[2], error))
+        file, _, function = others[1].partition(" ")
+        mutants.append(Mutant(number, others[0], file, function, old, new, others[2], error))
     return mutants
 
 
@@ -263,7 +269,9 @@ def run_all(jobs: list[Job], base: Path, at_once: int, report: Callable[[Job], N
 
 def plant(mutant: Mutant, folder: Path) -> None:
     file = folder / mutant.file
-    file.write_text(mutant.apply(file.read_text()))
+    mutated = mutant.apply(file.read_text())
+    compile(mutated, mutant.file, "exec")
+    file.write_text(mutated)
     # a compiled file is told from a stale one by size and second, which a fault may keep
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
         compiled.unlink()
@@ -361,7 +369,8 @@ def write_docs(mutants: list[Mutant], seconds: float, at_once: int) -> None:
     ]
     for number, mutant in enumerate(mutants, 1):
         code = " ".join(mutant.new.split()).replace("|", "\\|")
-        cells = [str(number), mutant.means, f"`{mutant.file}`", f"`{code}`", f"`{mutant.test}`"]
+        where = f"{mutant.file} {mutant.function}".rstrip()
+        cells = [str(number), mutant.means, f"`{where}`", f"`{code}`", f"`{mutant.test}`"]
         lines.append(f"| {' | '.join(cells)} |")
     DOCS.parent.mkdir(exist_ok=True)
     DOCS.write_text("\n".join(lines) + "\n")
