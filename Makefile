@@ -1,5 +1,6 @@
 # make quickstart   set up, then train SmolLM2-135M with PPO: on all GPUs, or on 2 CPU ranks
 # make test         set up, then all tests
+# make mutants      set up, then plant faults one by one and see a test fail (tools/mutants.txt)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 ifeq ($(GPUS),0)
@@ -16,13 +17,16 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: quickstart test clean
+.PHONY: quickstart test mutants clean
 
 quickstart: .venv/ready
 	.venv/bin/torchrun --nproc_per_node $(RANKS) ppo_fsdp.py --preset smollm2 --seed $(SEED) $(ARGS)
 
 test: .venv/ready
 	.venv/bin/python -m pytest -q $(ARGS)
+
+mutants: .venv/ready
+	.venv/bin/python tools/mutants.py $(ARGS)
 
 .venv/ready: $(REQUIREMENTS)
 	$(PYTHON) -m venv .venv

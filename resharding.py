@@ -69,7 +69,6 @@ def shard_model(
     model.reshards = reshard_after_forward
     model.keeps_weights = not (reshard_after_forward and sharded)
     model.to_empty(device=device)
-    hf_model(model).tie_weights()
     with torch.no_grad():
         for name, tensor in _named_tensors(model):
             _fill(tensor, weights.pop(name, None), device)

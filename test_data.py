@@ -914,6 +914,7 @@ def test_scores_are_in_order_and_by_the_built_in_grade(reward_file):
     assert data.score_rollouts(rollouts, Letters()) == expected
     assert data.score_rollouts(rollouts, Letters(), data.load_reward("", 1.0)) == expected
     assert data.score_rollouts([], Letters()) == []
+    assert data.score_rollouts([said("123")], Letters(), lambda p, text, a: len(text)) == [3]
 
     vocabulary = {"he": 7, "llo": 9, "hello": 10}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="he"))

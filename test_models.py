@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PhiConfig
 
 import data
 import models
@@ -305,13 +305,21 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(builder):
         same(found[True][name], gradient, atol=1e-6 * max(1.0, gradient.abs().max().item()))
 
 
-def test_dropout_is_off_in_training_mode():
-    """Two forwards of a network in training mode are equal, dropout in the model's folder or
-    not."""
-    actor = models.build_actor(tiny(), gradient_checkpointing=True)
-    assert actor.hf.training and actor.hf.config.attention_dropout == 0
+def test_dropout_is_off_in_training_mode(tmp_path):
+    """Two forwards of a network in training mode are equal, whatever kinds of dropout the model's
+    folder declares. Wrong: attention's alone, while Phi drops half of each residual as well."""
+    PhiConfig(
+        vocab_size=84, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5,
+    ).save_pretrained(tmp_path)
     pack = data.pack(batch_of(), range(5))
-    assert torch.equal(actor(pack), actor(pack))
+    for builder in (models.build_actor, models.build_critic):
+        network = builder(str(tmp_path), random_weights=True)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.normal_()
+        assert network.hf.training
+        assert torch.equal(network(pack), network(pack))
 
 
 @pytest.mark.parametrize("builder", [models.build_actor, models.build_critic])
@@ -364,14 +372,22 @@ def test_meta_networks_have_the_names_and_no_memory():
         assert all(p.is_meta for p in empty.parameters())
 
 
-def test_random_weights_are_drawn_from_the_shapes_alone():
-    """A folder with a config and no weights is enough for a benchmark."""
+def test_random_weights_are_drawn_from_the_shapes_alone(tmp_path):
+    """A folder with a config and no weights is enough for a benchmark. One seed is one network in
+    any dtype: what is drawn in bfloat16 would be another than what is drawn in float32."""
     torch.manual_seed(7)  # not the seed of the folder
     actor = models.build_actor(tiny(), random_weights=True)
     saved = models.build_actor(tiny())
     weights, others = actor.hf.lm_head.weight, saved.hf.lm_head.weight
     assert weights.shape == others.shape and not torch.equal(weights, others)
     assert 0.015 < weights.std() < 0.025  # the config's initializer_range
+    # 85 x 136 is no multiple of 16, where torch draws other numbers for another dtype
+    odd = copy_of_tiny(tmp_path, config=dict(vocab_size=85, hidden_size=136))
+    drawn = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(7)
+        drawn.append(models.build_actor(odd, dtype, random_weights=True).hf.lm_head.weight)
+    assert torch.equal(drawn[0].bfloat16(), drawn[1])
 
 
 def copy_of_tiny(tmp_path, **changes):

@@ -6,6 +6,7 @@ Whole runs of the tiny model on ranks of testing_ranks.py, around one engine a g
 torchrun. The reward is the share of digits in an answer: a random policy can learn it in seconds.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,6 +26,7 @@ import losses
 import models
 import ppo_fsdp
 import resharding
+import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config
 from testing_ranks import Ranks, launch, preload, replaced
 
@@ -348,7 +350,7 @@ def metric_means(world):
     if world.rank == 0:
         metrics.add("kl", 1.0, 1)
     else:
-        metrics.add("kl", 0.0, 1)
+        metrics.add("kl", 2.0, 1)
         metrics.add("kl", 0.0, 2)
     metrics.add("of one rank", 6.0 * world.rank, 3 * world.rank)
     metrics.add("of none", 0.0, 0)
@@ -357,10 +359,10 @@ def metric_means(world):
 
 
 def test_a_metric_is_one_sum_over_one_count(ranks):
-    """1 token of value 1 on rank 0, 3 of value 0 on rank 1, in two parts: 0.25. Wrong: mean of rank
-    means, 0.5; last part alone, 0. A rank without tokens takes part. Parts of one loss are
-    parts of a sum over ranks and add up: 0.25 + 0.25."""
-    expected = {"kl": 0.25, "of one rank": 2.0, "of none": 0.0, "loss": 0.5}
+    """A token of value 1 on rank 0; one of 2, then two of 0 on rank 1, in two parts: 3 / 4. Wrong:
+    mean of rank means, 5 / 6; last part alone, 1 / 3. A rank without tokens takes part. Parts of
+    one loss are parts of a sum over ranks and add up: 0.25 + 0.25."""
+    expected = {"kl": 0.75, "of one rank": 2.0, "of none": 0.0, "loss": 0.5}
     assert ranks[2](metric_means) == [expected, expected]
 
 
@@ -386,6 +388,23 @@ def test_answers_come_back_in_the_order_of_the_prompts(ranks):
         assert "rank 1 sampled other tokens" in text
 
 
+def test_answers_of_four_ranks_and_two_engines():
+    """Engines of two ranks each, 3 prompts x 2 samples: engine 0 answers prompts 0 and 2, engine 1
+    prompt 1; every member has the whole of its engine's answers, and each is taken once."""
+    prompts = [data.Prompt(i, [3], "", "") for i in range(3)]
+    shares = [[prompts[0], prompts[2]], [prompts[1]]]
+    by_engine = [
+        [data.Rollout(p, [10 * p.index + k], "stop", k) for p in share for k in range(2)]
+        for share in shares
+    ]
+    by_rank = [by_engine[0], by_engine[0], by_engine[1], by_engine[1]]
+    engine = types.SimpleNamespace(num_engines=2)
+    run = types.SimpleNamespace(world=ppo_fsdp.World(0, 4, torch.device("cpu")), engine=engine)
+    with replaced(ppo_fsdp, "all_gather", lambda local, world: by_rank):
+        answers = ppo_fsdp.gather(by_rank[0], 2, run)
+    assert [answer.response_ids[0] for answer in answers] == [0, 1, 10, 11, 20, 21]
+
+
 def scored(world, files, count, n):
     reward = data.load_reward(f"{files / 'reward.py'}:number_of_the_prompt", 10)
     tokenizer = models.load_tokenizer(models.resolve_model("tiny", CACHE))
@@ -403,6 +422,481 @@ def test_every_answer_gets_the_score_of_its_own_prompt(ranks, files):
     for size, count, n in ((1, 8, 1), (2, 8, 3), (2, 5, 1)):
         for pairs in ranks[size](scored, files, count, n):
             assert pairs == [(i, float(i)) for i in range(count) for _ in range(n)]
+
+
+# ---------------------------------------------------------------------------------------------
+# The update, written out: one process, no engine, no shards
+
+WORLD = ppo_fsdp.World(0, 1, torch.device("cpu"))
+
+
+class Table(torch.nn.Module):
+    """A network that looks at the token before alone: row [V] of a table, logits or one value."""
+
+    keeps_weights = False
+
+    def __init__(self, table):
+        super().__init__()
+        self.weight = torch.nn.Parameter(table)
+        self.syncs = []
+
+    def set_requires_gradient_sync(self, on):
+        self.syncs.append(on)
+
+    def forward(self, pack, temperature=1.0, return_entropy=False):
+        rows = self.weight[pack.input_ids[pack.hidden_rows]]
+        if rows.shape[1] == 1:
+            return rows.squeeze(1)
+        log_p = (rows / temperature).log_softmax(-1)
+        taken = log_p.gather(1, pack.targets[:, None]).squeeze(1)
+        return (taken, -(log_p.exp() * log_p).sum(-1)) if return_entropy else taken
+
+
+def random_batch(rows=8, vocabulary=6, n=2):
+    """Answers of 1 to 5 tokens, a prompt to `n` of them, one with tool output in its middle."""
+    draw = random.Random(3)
+    rollouts = []
+    for row in range(rows):
+        prompt = data.Prompt(row // n, draw.choices(range(vocabulary), k=2), "", "")
+        ids = draw.choices(range(vocabulary), k=1 + row % 5)
+        mask = [True, False, True] if len(ids) == 3 else None
+        score = draw.random()
+        rollouts.append(data.Rollout(prompt, ids, "stop", row % n, None, mask, score))
+    return data.collate(rollouts)
+
+
+def random_experience(batch):
+    """Ratios in all regions of the clip, advantages of both signs; NaN where nobody may look."""
+    generator = torch.Generator().manual_seed(1)
+    mask = batch.response_mask
+
+    def draw():
+        return torch.where(mask, torch.randn(mask.shape, generator=generator), math.nan)
+
+    old, ref, values, advantages, returns, weights = (draw() for _ in range(6))
+    weights = weights.exp()
+    return ppo_fsdp.Experience(mask, old - 2, ref - 2, values, 2 * advantages, returns, weights)
+
+
+def run_around(config, actor=None, critic=None):
+    """SGD at rate 1: the weights move by minus the gradient."""
+    learners = []
+    for network in (actor, critic):
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0) if network else None
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) if network else None
+        learners.append(ppo_fsdp.Learner(network, optimizer, constant) if network else None)
+    actor, critic = learners
+    return types.SimpleNamespace(config=config, world=WORLD, actor=actor, critic=critic)
+
+
+def tokens_of(batch, row):
+    """(column, token, token before it) of the policy's own tokens of a row"""
+    prompt = batch.prompts[row, : batch.prompt_lengths[row]].tolist()
+    response = batch.responses[row, : batch.response_lengths[row]].tolist()
+    before = [prompt[-1], *response]
+    mask = batch.response_mask[row].tolist()
+    return [(t, token, before[t]) for t, token in enumerate(response) if mask[t]]
+
+
+def mean_over(per_token, mode, norm):
+    """{row: [losses]} -> one number, by the definitions of the modes."""
+    sums = [sum(losses_) for losses_ in per_token.values()]
+    if mode == "token-mean":
+        return sum(sums) / sum(map(len, per_token.values()))
+    if mode == "seq-mean-token-mean":
+        return sum(x / len(per_token[row]) for x, row in zip(sums, per_token)) / len(sums)
+    return sum(sums) / len(sums) / (norm if mode == "seq-mean-token-sum-norm" else 1)
+
+
+ROWS = torch.tensor([6, 1, 3, 4, 2])  # a mini-batch: neither the whole batch nor in its order
+ACTOR_CASES = {
+    "plain": dict(),
+    "tempered": dict(temperature=0.6, entropy_coeff=0.3, rollout_is="token"),
+    "kl loss": dict(
+        use_kl_loss=True, kl_loss_type="k2", kl_loss_coef=0.7, loss_agg_mode="seq-mean-token-mean",
+    ),
+    "longest answer": dict(loss_agg_mode="seq-mean-token-sum-norm", use_dynamic_bsz=False),
+    "given norm": dict(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=3.0),
+    "sum": dict(loss_agg_mode="seq-mean-token-sum", ppo_max_token_len_per_gpu=7),
+}
+
+
+@pytest.mark.parametrize("case", ACTOR_CASES)
+def test_a_step_of_the_actor_is_the_gradient_of_its_formula(case):
+    """theta moves by minus d/dtheta [agg(w max(-A r, -A clip r), at most -A c where A < 0)
+    - entropy_coeff agg(H) + kl_loss_coef agg((log pi - log ref)^2 / 2)], token by token in a loop,
+    for a mini-batch cut into micro-batches; and the metrics are the parts of that sum. Two bounds
+    of the clip that differ, and a reference, old log-probs, weights that belong to their row."""
+    settings = dict(
+        clip_ratio_low=0.1, clip_ratio_high=0.4, clip_ratio_c=1.7, max_grad_norm=1e9,
+        max_response_length=8, ppo_max_token_len_per_gpu=14, entropy_coeff=0.0,
+    )
+    config = config_of(**(settings | ACTOR_CASES[case]))
+    batch = random_batch()
+    exp = random_experience(batch)
+    if config.rollout_is == "none":
+        exp.rollout_weights = None
+    start = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
+    actor = Table(start.clone())
+    run, metrics = run_around(config, actor), ppo_fsdp.Metrics(WORLD)
+    ppo_fsdp.update_actor(batch, exp, ROWS, run, metrics)
+
+    table = start.clone().requires_grad_()
+    log_p = (table / config.temperature).log_softmax(-1)
+    surrogate, entropy, kl, ratios, cut, capped = {}, {}, {}, [], 0, 0
+    for row in ROWS.tolist():
+        surrogate[row], entropy[row], kl[row] = [], [], []
+        for t, token, before in tokens_of(batch, row):
+            lp, a = log_p[before, token], exp.advantages[row, t].item()
+            ratio = (lp - exp.old_log_probs[row, t]).exp()
+            loss = -a * ratio
+            if (a > 0 and ratio > 1.4) or (a < 0 and ratio < 0.9):
+                loss = torch.tensor(-a * (1.4 if a > 0 else 0.9))
+                cut += 1
+            if a < 0 and ratio > 1.7:
+                loss = torch.tensor(-a * 1.7)
+                capped += 1
+            ratios.append(-(lp - exp.old_log_probs[row, t]).item())
+            weight = 1.0 if exp.rollout_weights is None else exp.rollout_weights[row, t].item()
+            surrogate[row].append(weight * loss)
+            entropy[row].append(-(log_p[before].exp() * log_p[before]).sum())
+            kl[row].append((lp - exp.ref_log_probs[row, t]).square() / 2)
+    norm = config.loss_scale_factor or 8
+    surrogate, entropy, kl = [
+        mean_over(x, config.loss_agg_mode, norm) for x in (surrogate, entropy, kl)
+    ]
+    loss = surrogate - config.entropy_coeff * entropy
+    if config.use_kl_loss:
+        loss = loss + config.kl_loss_coef * kl
+    (gradient,) = torch.autograd.grad(loss, table)
+    torch.testing.assert_close(start - actor.weight.detach(), gradient, rtol=1e-4, atol=1e-5)
+    assert len(actor.syncs) > 1 and actor.syncs == [False] * (len(actor.syncs) - 1) + [True]
+    assert cut > 1 and capped > 1
+    expected = {
+        "actor/pg_loss": surrogate.item(),
+        "actor/pg_clipfrac": cut / len(ratios), "actor/pg_clipfrac_lower": capped / len(ratios),
+        "actor/ppo_kl": sum(ratios) / len(ratios), "actor/grad_norm": gradient.norm().item(),
+    }
+    if config.entropy_coeff:
+        expected["actor/entropy_loss"] = entropy.item()
+    if config.use_kl_loss:
+        expected["actor/kl_loss"] = kl.item()
+    found = metrics.reduce(lambda sums: sums)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_a_step_of_the_critic_is_the_gradient_of_its_formula(clip):
+    """theta moves by minus d/dtheta of the mean of max((v - R)^2, (V + clip(v - V) - R)^2) / 2 over
+    the tokens of the mini-batch, v the new value, V the old one; clip_range_value 0 is no clip."""
+    settings = dict(critic_ppo_max_token_len_per_gpu=14, max_grad_norm=1e9)
+    config = config_of(clip_range_value=clip, **settings)
+    batch = random_batch()
+    exp = random_experience(batch)
+    start = torch.randn(6, 1, generator=torch.Generator().manual_seed(2))
+    critic = Table(start.clone())
+    run, metrics = run_around(config, critic=critic), ppo_fsdp.Metrics(WORLD)
+    ppo_fsdp.update_critic(batch, exp, ROWS, run, metrics)
+
+    table = start.clone().requires_grad_()
+    terms, values, cut = [], [], 0
+    for row in ROWS.tolist():
+        for t, _, before in tokens_of(batch, row):
+            v, old, target = table[before, 0], exp.values[row, t], exp.returns[row, t]
+            error, bounded = (v - target) ** 2, (v.clamp(old - clip, old + clip) - target) ** 2
+            is_cut = bool(clip) and bool(bounded > error)
+            cut += is_cut
+            terms.append((bounded if is_cut else error) / 2)
+            values.append(v.item())
+    loss = sum(terms) / len(terms)
+    (gradient,) = torch.autograd.grad(loss, table)
+    torch.testing.assert_close(start - critic.weight.detach(), gradient, rtol=1e-4, atol=1e-5)
+    assert critic.syncs == [False] * (len(critic.syncs) - 1) + [True] and len(critic.syncs) > 1
+    expected = {
+        "critic/vf_loss": loss.item(), "critic/vf_clipfrac": cut / len(terms),
+        "critic/vpred_mean": sum(values) / len(values), "critic/grad_norm": gradient.norm().item(),
+    }
+    assert (cut > 0) == (clip > 0)
+    found = metrics.reduce(lambda sums: sums)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_each_optimizer_step_starts_from_no_gradient():
+    """Two steps with gradients g, h at rate 1: w - g - h, each clipped to max_grad_norm by itself.
+    Wrong: gradients kept, w - g - (g + h)."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    learner, metrics = run_around(config_of(), model).actor, ppo_fsdp.Metrics(WORLD)
+    steps = [([3.0, 4.0], 10.0), ([0.0, 2.0], 10.0), ([30.0, 40.0], 5.0)]
+    for x, max_norm in steps:
+        model(torch.tensor([x])).sum().backward()
+        ppo_fsdp.optimizer_step(learner, "actor", max_norm, metrics)
+    moved = (before - model.weight.detach())[0].tolist()
+    assert moved == pytest.approx([3 + 0 + 3, 4 + 2 + 4], rel=1e-5)
+    assert metrics.reduce(lambda sums: sums)["actor/grad_norm"] == pytest.approx((5 + 2 + 50) / 3)
+
+
+def test_every_pass_sees_every_row_in_mini_batches_of_its_own():
+    """2 epochs of 8 rows in mini-batches of 2 prompts x 2 answers: each row once an epoch, in an
+    order of its own each epoch and each step; the critic learns from the start, the actor from the
+    end of its warm-up."""
+    batch, seen = random_batch(), []
+    names = {"update_actor": "actor", "update_critic": "critic"}
+    config = config_of(n=2, ppo_mini_batch_size=2, ppo_epochs=2, critic_warmup=1, seed=5)
+    run = types.SimpleNamespace(config=config, world=WORLD, actor=None, critic="a critic")
+
+    def recorder(name):
+        return lambda b, e, rows, *_: seen.append((name, step, tuple(rows.tolist())))
+
+    with contextlib.ExitStack() as stack:
+        for function, name in names.items():
+            stack.enter_context(replaced(ppo_fsdp, function, recorder(name)))
+        for step in range(3):
+            ppo_fsdp.ppo_update(batch, None, run, step, None)
+    drawn = [
+        [(name, tuple(rows.tolist()))
+         for epoch in range(2) for rows in data.mini_batches(8, 4, 5, step, epoch)
+         for name in (("critic",) if step < 1 else ("critic", "actor"))]
+        for step in range(3)
+    ]
+    assert [[(n, rows) for n, s, rows in seen if s == step] for step in range(3)] == drawn
+    orders = [rows for name, _, rows in seen if name == "critic"]
+    assert len(orders) == 3 * 2 * 2 and len(set(orders)) == 12
+
+
+def test_the_reward_has_the_old_coefficient_and_the_kl_to_the_reference():
+    """r_t = [t is last] score - kl_coef (log pi_old - log pi_ref), with kl_coef as it was before
+    this batch moved it; the controller is told the mean over tokens, and the number of sequences
+    (not of prompts, nor of tokens): 0.5 (1 + 0.2 * 8 / 100)."""
+    batch = random_batch()
+    exp = random_experience(batch)
+    old, ref, mask = exp.old_log_probs, exp.old_log_probs - 0.7, batch.response_mask
+    settings = dict(use_kl_in_reward=True, kl_coef=0.5, kl_ctrl_type="adaptive", target_kl=0.1)
+    config = config_of(**settings, horizon=100)
+    controller = losses.KLController(0.5, "adaptive", 0.1, 100)
+    run = types.SimpleNamespace(config=config, controller=controller)
+    metrics = ppo_fsdp.Metrics(WORLD)
+    rewards = ppo_fsdp.compute_rewards(batch, old, ref, run, metrics)
+    for row in range(8):
+        columns = [t for t, _, _ in tokens_of(batch, row)]
+        expected = dict.fromkeys(columns, -0.5 * 0.7)
+        expected[columns[-1]] += batch.scores[row].item()
+        assert rewards[row, columns].tolist() == pytest.approx(list(expected.values()), abs=1e-5)
+    assert (rewards[~mask] == 0).all()
+    assert controller.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 8 / 100))
+    assert metrics.known["actor/reward_kl_penalty"] == pytest.approx(0.7, abs=1e-5)
+    assert metrics.known["actor/reward_kl_penalty_coeff"] == 0.5
+    run.config = config_of(use_kl_in_reward=False)
+    plain = ppo_fsdp.compute_rewards(batch, old, None, run, metrics)
+    torch.testing.assert_close(plain.sum(1), batch.scores)
+
+
+def test_advantages_are_those_of_the_estimator_that_was_asked_for():
+    """gae: whitened advantages, returns that are not; the others: no returns, and groups of the
+    answers to one prompt, by the reward with its KL and not by the bare score."""
+    batch = random_batch()
+    mask, groups = batch.response_mask, torch.arange(8) // 2
+    rewards = torch.where(mask, torch.randn(mask.shape), 0.0)
+    values = random_experience(batch).values
+
+    def of(**changes):
+        config = config_of(gamma=0.9, lam=0.3, **changes)
+        return ppo_fsdp.compute_advantages(batch, rewards, values, config)
+
+    raw, returns = losses.compute_gae(rewards, values, mask, gamma=0.9, lam=0.3)
+    found = of(adv_estimator="gae")
+    assert torch.equal(found[0], losses.masked_whiten(raw, mask)) and torch.equal(found[1], returns)
+    outcome = rewards.sum(1)
+    for changes, expected in (
+        (dict(adv_estimator="reinforce_plus_plus"),
+         losses.compute_reinforce_plus_plus_advantages(rewards, mask, gamma=0.9)),
+        (dict(adv_estimator="rloo"), losses.compute_rloo_advantages(outcome, groups, mask)),
+        (dict(adv_estimator="grpo"), losses.compute_grpo_advantages(outcome, groups, mask, True)),
+        (dict(adv_estimator="grpo", norm_adv_by_std_in_grpo=False),
+         losses.compute_grpo_advantages(outcome, groups, mask, False)),
+    ):
+        advantages, nothing = of(**changes)
+        assert torch.equal(advantages, expected) and nothing is None
+
+
+def test_importance_weights_are_the_trainers_over_the_engines():
+    """w = min(pi_old / pi_engine, threshold) = min(e^0.5, 1.2) or, with the pair swapped, e^-0.5;
+    none is asked for: None."""
+    batch = random_batch()
+    old = random_experience(batch).old_log_probs
+    mask = batch.response_mask
+    for gap, expected in ((0.5, 1.2), (-0.5, math.exp(-0.5))):
+        batch.rollout_log_probs = old - gap
+        config = config_of(rollout_is="token", rollout_is_threshold=1.2)
+        weights = ppo_fsdp.rollout_weights(batch, old, config)
+        assert weights[mask].tolist() == pytest.approx([expected] * int(mask.sum()), rel=1e-5)
+        config = dataclasses.replace(config, rollout_is="sequence")
+        whole = ppo_fsdp.rollout_weights(batch, old, config)
+        lengths = mask.sum(1)
+        product = (gap * lengths).exp().clamp(max=1.2)
+        torch.testing.assert_close(whole[:, 0], product)
+    assert ppo_fsdp.rollout_weights(batch, old, config_of(rollout_is="none")) is None
+
+
+def test_facts_of_the_batch_are_those_of_the_policys_own_tokens():
+    """By hand, with NaN on every place outside the mask. vf_explained_var = 1 - var(R - V) / var(R)
+    is 0.75 for V = R / 2; gaps between engine and trainer do not cancel; a quarter was cut."""
+    batch = random_batch()
+    exp, mask = random_experience(batch), batch.response_mask
+    batch.truncated[:2] = True
+    exp.values = exp.returns / 2
+    signs = torch.where(torch.arange(mask.shape[1]) % 2 == 0, 1.0, -1.0)
+    batch.rollout_log_probs = exp.old_log_probs + 0.25 * signs
+    batch.rollout_log_probs[0] = math.nan  # the engine was not asked
+    metrics = ppo_fsdp.Metrics(WORLD)
+    rewards = torch.where(mask, 0.5, 0.0)
+    ppo_fsdp.describe(batch, exp, rewards, exp.old_log_probs, metrics)
+    found = metrics.known
+    tokens = [(row, t) for row in range(8) for t, _, _ in tokens_of(batch, row)]
+    advantages = [exp.advantages[place].item() for place in tokens]
+    expected = {
+        "critic/score/mean": sum(batch.scores.tolist()) / 8,
+        "critic/rewards/max": 0.5 * mask.sum(1).max().item(),
+        "critic/advantages/mean": sum(advantages) / len(tokens),
+        "critic/advantages/max": max(advantages), "critic/advantages/min": min(advantages),
+        "response_length/mean": sum(batch.response_lengths.tolist()) / 8,
+        "prompt_length/max": 2, "response/truncated_ratio": 0.25,
+        "perf/total_num_tokens": 8 * 2 + int(batch.response_lengths.sum()),
+        "actor/entropy": sum(exp.old_log_probs[place].item() for place in tokens) / len(tokens),
+        "critic/vf_explained_var": 0.75, "training/rollout_log_probs_diff/mean": 0.25,
+        "training/rollout_log_probs_diff/max": 0.25,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+class Place(torch.nn.Module):
+    """Says of each response token where it stands: 100 x its row of the batch + its column."""
+
+    keeps_weights = False
+
+    def forward(self, pack, **_):
+        place = 100.0 * pack.rows[pack.local_rows] + pack.columns
+        return place, -place
+
+
+def placed(world, cap):
+    batch = random_batch()
+    config = config_of(log_prob_max_token_len_per_gpu=cap)
+    run = types.SimpleNamespace(config=config, world=world)
+    return ppo_fsdp.forward_all(Place(), batch, run), batch.response_mask
+
+
+def test_results_come_back_at_their_own_rows_on_every_rank(ranks):
+    """forward_all[i, t] = what the network says of row i, column t, though rows were balanced over
+    ranks and cut into micro-batches in another order; 0 elsewhere; the same on every rank."""
+    for cap in (7, 20, 1000):
+        for (first, second), mask in ranks[2](placed, cap):
+            rows, columns = mask.nonzero(as_tuple=True)
+            assert first[mask].tolist() == (100 * rows + columns).tolist()
+            assert torch.equal(second, -first) and (first[~mask] == 0).all()
+
+
+def built(world):
+    """What of the networks no run of a few steps would show."""
+    config = config_of(
+        lr_scheduler_type="linear", critic_warmup=1, ppo_epochs=2, train_batch_size=16,
+        ppo_mini_batch_size=8, weight_decay=0.07, lr=1e-3, critic_lr=2e-3, dtype="float32",
+    )
+    path = models.resolve_model("tiny", CACHE)
+    actor, critic, reference = ppo_fsdp.build_networks(config, path, world, num_steps=3)
+    totals = [1 / (1 - learner.scheduler.lr_lambdas[0](1)) for learner in (actor, critic)]
+    groups = [learner.optimizer.param_groups[0] for learner in (actor, critic)]
+    settings = [(group["initial_lr"], group["weight_decay"]) for group in groups]
+    trained = [any(p.requires_grad for p in x.parameters()) for x in (actor.model, reference)]
+    pairs = zip(resharding.full_params(actor.model), resharding.full_params(reference))
+    same = all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+    without = dataclasses.replace(config, use_kl_in_reward=False, adv_estimator="grpo")
+    nothing = ppo_fsdp.build_networks(without, path, world, num_steps=3)[1:]
+    return totals, settings, trained, same, nothing
+
+
+def test_networks_have_the_schedules_of_the_steps_they_take(ranks):
+    """3 batches x 2 epochs x 2 mini-batches = 12 steps of the critic, and 8 of the actor, which
+    waits for one batch; each with its own rate, both with the weight decay. The reference is the
+    actor before the first step, and never learns; it and the critic are there only if needed."""
+    ((totals, settings, trained, same, nothing),) = ranks[1](built)
+    assert totals == pytest.approx([8, 12])
+    assert settings == [(1e-3, 0.07), (2e-3, 0.07)]
+    assert same and trained == [True, False] and nothing == (None, None)
+
+
+def loop_without_an_engine(world, files, changes):
+    """A whole run whose engine is a recorder: what the loop asks of it, in order."""
+    calls = []
+    config = small(files, run_name=f"loop-{changes['tag']}", dtype="float32", **changes["config"])
+    prompts = [data.Prompt(i, [5 + i % 7, 6], "5", "q") for i in range(16)]
+
+    def generate(engine, asked, *, n=1, step, seed, temperature, max_tokens, **options):
+        calls.append(("generate", step, seed, temperature, len(asked), n, max_tokens, options))
+        return [
+            data.Rollout(p, [3 + (p.index + k) % 5, 1], "stop", sample=k, log_probs=[-4.0, -4.0])
+            for p in asked for k in range(n)
+        ]
+
+    def note(name, value=None):
+        def noted(*args):
+            extra = [arg for arg in args if isinstance(arg, str)]
+            calls.append(" ".join([name, *extra]))
+            return value
+        return noted
+
+    fakes = [
+        (rollout, "generate", generate), (rollout, "sleep", note("sleep")),
+        (rollout, "wake_up", note("wake")), (resharding, "publish_weights", note("publish")),
+        (resharding, "check_published", note("check", 0.0)),
+    ]
+    path = models.resolve_model("tiny", CACHE)
+    networks = ppo_fsdp.build_networks(config, path, world, config.total_training_steps)
+    run = ppo_fsdp.Run(
+        config, world, ppo_fsdp.open_run(config, world), config.total_training_steps,
+        models.load_tokenizer(path), prompts, prompts[:4], data.load_reward("", 1.0),
+        types.SimpleNamespace(num_engines=1), *networks,
+        losses.KLController(config.kl_coef), probe=None,
+    )
+    with contextlib.ExitStack() as stack:
+        for fake in fakes:
+            stack.enter_context(replaced(*fake))
+        ppo_fsdp.train(run)
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return calls, [json.loads(line) for line in lines]
+
+
+def test_the_loop_asks_the_engine_in_this_order(ranks, files):
+    """Each step: weights awake, publish, cache awake, generate, sleep, and only then the training.
+    Prompts are sampled at the training temperature, each step from streams of its own, evaluation
+    (step 0's streams) at its own settings and with weights just published. Publishes 1, 3, ... are
+    checked. Log-probs of a share, or of all where importance weights need them."""
+    changes = dict(tag="plain", config=dict(
+        total_training_steps=3, val_before_train=True, test_freq=2, temperature=0.8, n=2, seed=4,
+        val_temperature=0.3, val_top_p=0.9, val_top_k=7, log_prob_fraction=0.25,
+        check_published_freq=2, train_batch_size=16, ppo_mini_batch_size=8,
+    ))
+    ((calls, records),) = ranks[1](loop_without_an_engine, files, changes)
+    cut = dict(top_p=0.9, top_k=7)
+    evaluation = ("generate", 0, 4, 0.3, 4, 1, 8, cut)
+
+    def step(number, fraction=0.25):
+        options = dict(log_prob_fraction=fraction, ignore_eos=False)
+        return ("generate", number, 4, 0.8, 16, 2, 8, options)
+
+    expected = []
+    for i, answer in enumerate([evaluation, step(1), step(2), evaluation, step(3), evaluation]):
+        expected += ["wake weights", "publish", "wake kv_cache"]
+        expected += ["check"] * (i % 2 == 0) + [answer, "sleep"]
+    assert calls == expected
+    assert [record["training/global_step"] for record in records] == [0, 1, 2, 3]
+    name = next(name for name in records[0] if name.startswith("val-core"))
+    assert [name in record for record in records] == [True, False, True, True]
+    weighted = dict(tag="weighted", config=dict(
+        total_training_steps=1, log_prob_fraction=0.25, rollout_is="token",
+    ))
+    ((calls, _),) = ranks[1](loop_without_an_engine, files, weighted)
+    assert [call for call in calls if call[:2] == ("generate", 1)][0][-1]["log_prob_fraction"] == 1
 
 
 # ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Reads sources, imports nothing heavy but config.py. A budget is raised here, in 
 import ast
 import io
 import re
+import runpy
 import tokenize
 from dataclasses import fields
 from pathlib import Path
@@ -156,6 +157,22 @@ def test_readme_table_of_files_is_true():
     rows = dict(re.findall(r"^\| `(\w+\.py)` \|.*\| (\d+) \|$", README, re.MULTILINE))
     counts = {name: str(len(code_lines((HERE / name).read_text()))) for name in BUDGETS}
     assert rows == counts
+
+
+def test_the_mutants_fit_the_code():
+    """Every fault of tools/mutants.txt can still be planted: its text is found once, its test is
+    there; and docs/mutants.md has the same faults. `make mutants` sees the tests fail."""
+    tool = runpy.run_path(str(HERE / "tools" / "mutants.py"))
+    mutants = tool["read_table"]((HERE / "tools" / "mutants.txt").read_text())
+    assert len(mutants) >= 60 and len({mutant.means for mutant in mutants}) == len(mutants)
+    sources = {mutant.file: (HERE / mutant.file).read_text() for mutant in mutants}
+    documented = (HERE / "docs" / "mutants.md").read_text()
+    rows = re.findall(r"^\| \d+ \| (.*?) \| `", documented, re.MULTILINE)
+    assert rows == [mutant.means for mutant in mutants]
+    for mutant in mutants:
+        mutant.apply(sources[mutant.file])
+        file, name = mutant.test.split("[")[0].split("::")
+        assert f"\ndef {name}(" in (HERE / file).read_text(), mutant.test
 
 
 def test_readme_first_screen():

@@ -397,6 +397,144 @@ def test_limits_and_fractions_are_kept(ranks):
             assert fraction[0.25] == quarter
 
 
+class Sampler:
+    """In the place of vLLM: writes down what it is asked, and answers 5, then the end token 1."""
+
+    def __init__(self, finish_reason="stop"):
+        self.asked, self.calls, self.finish_reason = [], [], finish_reason
+
+    def generate(self, requests, params, use_tqdm):
+        self.asked += [(x["prompt_token_ids"], setting) for x, setting in zip(requests, params)]
+        return [self.answer(request["prompt_token_ids"]) for request in requests]
+
+    def answer(self, prompt_ids):
+        # two tokens a place, as vLLM gives them: the sampled one first, though it is not likelier
+        log_probs = types.SimpleNamespace(start_indices=[0, 2], logprobs=[-0.5, -0.1, -0.25, -2.0])
+        output = types.SimpleNamespace(
+            token_ids=[5, 1], logprobs=log_probs, finish_reason=self.finish_reason
+        )
+        return types.SimpleNamespace(prompt_token_ids=prompt_ids, outputs=[output])
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags):
+        self.calls += [f"wake {tag}" for tag in tags]
+
+    def collective_rpc(self, name, kwargs):
+        self.calls += [name, *(name for name, _ in kwargs["weights_iterator"])]
+
+    def apply_model(self, function):
+        self.calls.append(function.__name__)
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset cache")
+        return True
+
+
+def engine_around(llm, index=0, num_engines=1, **options):
+    options = dict(can_sleep=False, has_weights=True) | options
+    return rollout.Engine(llm, index, num_engines, torch.float32, [1], **options)
+
+
+def test_a_request_is_a_function_of_its_place_in_the_batch():
+    """5 prompts x 3 samples: what two engines are asked for, put in the order of the batch, is what
+    one is asked for, word for word: ids, seed, every setting, and who is asked for log-probs. All
+    that bends the distribution is off; the end token and the log-prob of each sampled token come
+    back with the answer. Wrong: a seed by the engine's own count."""
+    prompts = questions(5)
+    settings = dict(n=3, temperature=0.7, max_tokens=9, seed=4, step=2, log_prob_fraction=0.4)
+
+    def asked(num_engines):
+        found = {}
+        for index in range(num_engines):
+            llm = Sampler()
+            answers = rollout.generate(engine_around(llm, index, num_engines), prompts, **settings)
+            assert [a.prompt.ids for a in answers] == [ids for ids, _ in llm.asked]
+            for answer, (_, request) in zip(answers, llm.asked, strict=True):
+                place = answer.prompt.index, answer.sample
+                assert place not in found
+                found[place] = repr(request)
+        return found
+
+    (one, two), llm = (asked(1), asked(2)), Sampler()
+    assert list(one) == [(place, sample) for place in range(5) for sample in range(3)]
+    assert one == two
+    (answer,) = rollout.generate(engine_around(llm), prompts[:1], **settings | dict(n=1))
+    assert (answer.response_ids, answer.log_probs) == ([5, 1], [-0.5, -0.25])
+    answers = rollout.generate(engine_around(llm), prompts, **settings)
+    assert len({request.seed for _, request in llm.asked[1:]}) == 15
+    wanted = [row for row, (_, x) in enumerate(llm.asked[1:]) if x.logprobs is not None]
+    assert wanted == [2, 4, 7, 9, 12, 14]  # two of five, spread evenly
+    assert llm.asked[1][1].seed == rollout.request_seed(4, 2, 0, 0)
+    for _, request in llm.asked:
+        assert (request.temperature, request.max_tokens, request.n) == (0.7, 9, 1)
+        assert (request.top_p, request.top_k, request.min_p, request.min_tokens) == (1, 0, 0, 0)
+        assert (request.presence_penalty, request.frequency_penalty) == (0, 0)
+        assert request.repetition_penalty == 1 and request.stop_token_ids == [1]
+    assert {a.finish_reason for a in answers} == {"stop"}
+    for reason in ("length", "abort"):  # whatever is no end token is a cut
+        (answer,) = rollout.generate(engine_around(Sampler(reason)), prompts[:1], **settings)[:1]
+        assert answer.finish_reason == "length"
+
+
+def test_an_engine_that_slept_needs_weights_and_then_its_cache():
+    """sleep (level 2: nothing is kept) -> weights awake -> publish -> cache awake. In between it
+    refuses to answer, as does a new one: what it holds is garbage. One that cannot sleep is never
+    put to sleep."""
+    llm = Sampler()
+    engine, prompts = engine_around(llm, can_sleep=True), questions(1)
+
+    def refuses():
+        with pytest.raises(RuntimeError, match="publish and wake it up"):
+            sample(engine, prompts)
+        return True
+
+    assert sample(engine, prompts)
+    rollout.sleep(engine)
+    rollout.wake_up(engine, "kv_cache")
+    assert refuses()  # a cache is no weights
+    rollout.sleep(engine)
+    assert refuses()
+    rollout.wake_up(engine, "weights")
+    assert refuses()
+    with replaced(resharding, "full_params", lambda *_: [("w", torch.zeros(1))]):
+        resharding.publish_weights(None, engine, "portable")
+    assert refuses()
+    rollout.wake_up(engine, "kv_cache")
+    assert sample(engine, prompts)
+    loaded = ["reload_weights", "w", "_refresh_tied_head", "reset cache"]
+    assert llm.calls[:3] == ["sleep 2", "wake kv_cache", "sleep 2"]
+    assert llm.calls[3:] == ["wake weights", *loaded, "wake kv_cache"]
+    awake = Sampler()
+    rollout.sleep(engine_around(awake))
+    rollout.wake_up(engine_around(awake), "weights")
+    assert awake.calls == []
+
+
+def test_an_engine_spans_consecutive_ranks():
+    """4 ranks, tensor_parallel_size 2: ranks 0, 1 are engine 0 and ranks 2, 3 engine 1 of 2, and
+    the members of an engine have one seed. vLLM is told to keep the folder's sampling defaults
+    out, to start without weights, and to report log-probs after the temperature; its cache holds
+    max_num_seqs sequences of 3 + 1 blocks of 32 tokens, 512 bytes a token on each rank."""
+    import vllm
+
+    folder = models.resolve_model("tiny", CACHE)
+    found = []
+    with replaced(vllm, "LLM", lambda **settings: settings):
+        for rank in range(4):
+            engine = rollout.build_engine(
+                folder, [1], dtype=torch.float32, max_model_len=96, max_num_seqs=5,
+                tensor_parallel_size=2, seed=42, rank=rank, world_size=4,
+            )
+            found.append((engine.index, engine.num_engines, engine.llm["seed"]))
+    assert found == [(0, 2, 42), (0, 2, 42), (1, 2, 43), (1, 2, 43)]
+    assert engine.llm["generation_config"] == "vllm" and engine.llm["load_format"] == "dummy"
+    assert engine.llm["logprobs_mode"] == "processed_logprobs"
+    assert engine.llm["kv_cache_memory_bytes"] == 5 * (3 + 1) * 32 * 512
+    assert not engine.has_weights
+
+
 # ---------------------------------------------------------------------------------------------
 # One distribution
 
