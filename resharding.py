@@ -229,31 +229,26 @@ def place_weights(model: nn.Module, engine: Any) -> tuple[dict[str, Tensor], str
     direct route cannot be taken): tensor parallel, quantised or repacked weights, uneven shards."""
     if engine.num_engines != dist.get_world_size():
         return {}, "each engine spans several ranks"
+    if engine.repacks:
+        return {}, "on a CPU vLLM computes with packed copies of its weights"
     for name, _ in _saved_buffers(hf_model(model)):
         return {}, f"{name} is a buffer, which vLLM's loader alone knows to place"
     _reshard(model)
-    stored, fused = engine.storage()
     parameters = dict(hf_model(model).named_parameters())
-    whole_of = {part: (whole, parts) for whole, parts in fused.items() for part in parts}
-    views, filled = {}, dict.fromkeys(stored, 0)
+    held, views = engine.weights(), {}
+    if unknown := sorted(set(held) - set(parameters)):
+        return {}, f"nothing fills vLLM's {unknown[0]}"
     for name, parameter in parameters.items():
-        *path, module, kind = name.split(".")
-        whole, parts = whole_of.get(module, (module, [module]))
-        target = ".".join([*path, whole, kind])
-        before = [".".join([*path, part, kind]) for part in parts[: parts.index(module)]]
-        start = sum(parameters[part].shape[0] for part in before)
-        end = start + parameter.shape[0]
-        if target not in stored or stored[target][start:end].shape != parameter.shape:
+        parts = {part.data_ptr(): part for part in held.get(name, [])}  # a tied one comes twice
+        rows = parameter.shape[0]
+        if any(word in name for word in ("embed_tokens", "lm_head")):
+            # vLLM rounds the vocabulary up; no id reads those rows
+            parts = {place: part[:rows] for place, part in parts.items()}
+        if [part.shape for part in parts.values()] != [parameter.shape]:
             return {}, f"vLLM keeps {name} in another form"
-        if parameter.shape[0] % parameter.device_mesh["shard"].size():
-            return {}, f"the {parameter.shape[0]} rows of {name} do not divide over the ranks"
-        views[name] = stored[target][start:end]
-        filled[target] += parameter.shape[0]
-    for target, rows in filled.items():
-        # vLLM rounds the vocabulary up; no id reads those rows
-        vocabulary = "embed_tokens" in target or "lm_head" in target
-        if rows < stored[target].shape[0] and not (rows and vocabulary):
-            return {}, f"nothing fills vLLM's {target}"
+        if rows % parameter.device_mesh["shard"].size():
+            return {}, f"the {rows} rows of {name} do not divide over the ranks"
+        [views[name]] = parts.values()
     return views, ""
 
 

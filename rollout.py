@@ -37,6 +37,7 @@ class Engine:
     can_sleep: bool
     has_weights: bool = False  # until the first publish, and after a sleep, which drops them
     has_cache: bool = True
+    repacks: bool = False  # computes with copies of the weights in another layout
     views: dict[str, Tensor] | None = None  # resharding.place_weights, asked once
     portable_because: str = ""
 
@@ -46,16 +47,6 @@ class Engine:
         self.has_weights = False  # half loaded, should this fail
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.apply_model(_refresh_tied_head)
-
-    def storage(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-        """vLLM's own parameters by its names, and which Hugging Face modules each fused one is made
-        of, in order."""
-        [found] = self.llm.apply_model(
-            lambda model: (
-                dict(model.named_parameters()), getattr(model, "packed_modules_mapping", {})
-            )
-        )
-        return found
 
     def reset_cache(self) -> None:
         """Keys and values of the old weights must not answer for the new ones."""
@@ -162,6 +153,7 @@ def build_engine(
         dtype=dtype,
         stop_token_ids=stop_token_ids,
         can_sleep=on_gpu and free_cache_engine,
+        repacks=not on_gpu,
     )
 
 

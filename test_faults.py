@@ -863,8 +863,7 @@ def buffers(world):
     network.hf.first += 5
     sent = dict(resharding.full_params(network))
     assert not [name for name in sent if "inv_freq" in name]
-    storage = dict(network.hf.named_parameters()), {}
-    engine = types.SimpleNamespace(num_engines=world.size, storage=lambda: storage)
+    engine = types.SimpleNamespace(num_engines=world.size, repacks=False)
     return found, sent["first"].item(), sent["second"].item(), resharding.place_weights(
         network, engine
     )

@@ -515,6 +515,7 @@ class Receiver:
 
     dtype = torch.bfloat16
     num_engines = 1
+    repacks = False
     views = None
 
     def __init__(self, wanted=None):
@@ -564,6 +565,7 @@ class Storage(Receiver):
     def __init__(self, num_engines, network, padded_rows=0):
         super().__init__()
         self.num_engines, self.stored = num_engines, {}
+        self.rows = {name: len(tensor) for name, tensor in network.hf.named_parameters()}
         for name, tensor in network.hf.named_parameters():
             *path, module, kind = name.split(".")
             parts = next((p for p in FUSED.values() if module in p), [module])
@@ -577,8 +579,17 @@ class Storage(Receiver):
                     shape, torch.nan, dtype=torch.bfloat16
                 )
 
-    def storage(self):
-        return self.stored, FUSED
+    def weights(self):
+        """As rollout.Engine takes them apart: views of the fused storage, a tied one twice."""
+        held = {}
+        for target, tensor in self.stored.items():
+            *path, module, kind = target.split(".")
+            names = [".".join([*path, part, kind]) for part in FUSED.get(module, [module])]
+            rows = [self.rows.get(name, len(tensor)) for name in names]
+            pieces = tensor.split(rows) if len(names) > 1 else [tensor, tensor.view(tensor.shape)]
+            for name, piece in zip(names if len(names) > 1 else names * 2, pieces):
+                held.setdefault(name, []).append(piece)
+        return held
 
 
 def fused(got):
@@ -632,7 +643,10 @@ def refusals(world):
     repacked.stored[name] = torch.empty(0)
     larger = Storage(world.size, plain)
     larger.stored["model.layers.0.self_attn.rotary.scale"] = torch.ones(3)
-    said = [resharding.place_weights(network, engine)[1] for engine in (wide, repacked, larger)]
+    packed = Storage(world.size, plain)
+    packed.repacks = True
+    engines = (wide, repacked, larger, packed)
+    said = [resharding.place_weights(network, engine)[1] for engine in engines]
     sent = resharding.publish_weights(network, repacked)
     assert len(repacked.got) == len(list(plain.hf.parameters())) and sent > 0
     return said
@@ -641,10 +655,11 @@ def refusals(world):
 def test_the_direct_route_is_refused_with_a_sentence(two_ranks):
     """Another form of a weight, one that nothing would fill, an engine over several ranks: the
     portable route is taken, and the reason is kept."""
-    for wide, repacked, larger in two_ranks(refusals):
+    for wide, repacked, larger, packed in two_ranks(refusals):
         assert "several ranks" in wide
         assert "model.layers.1.mlp.down_proj.weight" in repacked
         assert "rotary.scale" in larger
+        assert "packed copies" in packed
 
 
 def uneven(world):
