@@ -855,7 +855,7 @@ def loop_without_an_engine(world, files, changes):
     run = ppo_fsdp.Run(
         config, world, ppo_fsdp.open_run(config, world), config.total_training_steps,
         models.load_tokenizer(path), prompts, prompts[:4], data.load_reward("", 1.0),
-        types.SimpleNamespace(num_engines=1), *networks,
+        rollout.Engine(None, 0, 1, torch.float32, [1], can_sleep=False), *networks,
         losses.KLController(config.kl_coef), probe=None,
     )
     with contextlib.ExitStack() as stack:

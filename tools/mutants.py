@@ -207,7 +207,7 @@ class Job:
         status, error = self.result["status"], self.result["error"]
         told = f"{self.result['failed']}\n{error}: {self.result['text'][:3000]}"
         if self.mutant is None:
-            return "" if status == 0 else f"fails without any fault: {told}"
+            return "" if status == 0 else f"fails: {told}"
         if status == 0:
             return "survives"
         if status != 1 or self.result["when"] != "call":
@@ -403,7 +403,7 @@ def main() -> int:
     seconds = time.monotonic() - start
     print(f"{len(mutants)} mutants, {len(bad)} not noticed, {seconds / 60:.1f} minutes")
     for job, verdict in bad:
-        print(f"\n{job.mutant or ' '.join(job.tests)}\n  {verdict}")
+        print(f"\n{job.mutant or 'without any fault'}\n  {verdict}")
     if options.write_docs and not bad:
         write_docs(mutants, seconds, options.jobs)
     return 1 if bad else 0
@@ -425,7 +425,7 @@ def run_mutants(mutants: list[Mutant], base: Path, at_once: int) -> list[tuple[J
         if verdict:
             bad.append((job, verdict))
         name = job.mutant.means if job.mutant else f"without faults: {job.tests[0].split(':')[0]}"
-        sign = "ok" if not verdict else verdict.splitlines()[0].upper()
+        sign = "ok" if not verdict else verdict.split("\n")[0]
         print(f"{job.seconds:6.1f} s  {sign:8} {name}", flush=True)
 
     plain = [Job(None, names) for names in tests.values()]
@@ -441,4 +441,6 @@ def run_mutants(mutants: list[Mutant], base: Path, at_once: int) -> list[tuple[J
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    sys.stdout.flush()
+    os._exit(exit_status)  # what Triton says of itself at the end is no news
