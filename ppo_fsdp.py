@@ -253,8 +253,6 @@ def publish(run: Run, metrics: Metrics) -> None:
     """Phase 2. Weights before cache: the peak is the engine's weights and one full tensor."""
     rollout.wake_up(run.engine, "weights")
     resharding.publish_weights(run.actor.model, run.engine)
-    if run.num_publishes == 0 and run.world.is_main and run.engine.portable_because:
-        print(f"weights go through vLLM's loader: {run.engine.portable_because}", flush=True)
     rollout.wake_up(run.engine, "kv_cache")
     every = run.config.check_published_freq
     if run.num_publishes == 0 or (every and run.num_publishes % every == 0):

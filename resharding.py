@@ -178,10 +178,12 @@ def publish_weights(model: nn.Module, engine: Any, route: str = "auto") -> int:
     Collective. `engine` is rollout.Engine. Returns the number of bytes that each engine was handed.
     Two routes with the same result, bit by bit: "direct" gathers into vLLM's own storage, without
     a copy in between; "portable" hands whole tensors to vLLM's loader. "auto" is direct where
-    `place_weights` allows it; engine.portable_because says why not.
+    `place_weights` allows it, and says once why not.
     """
     if route == "auto" and engine.views is None:
-        engine.views, engine.portable_because = place_weights(model, engine)
+        engine.views, reason = place_weights(model, engine)
+        if reason and dist.get_rank() == 0:
+            print(f"weights go through vLLM's loader: {reason}", flush=True)
     direct = route == "direct" or (route == "auto" and bool(engine.views))
     sent = _publish_direct(model, engine) if direct else _publish_portable(model, engine)
     engine.has_weights = True

@@ -39,7 +39,6 @@ class Engine:
     has_cache: bool = True
     repacks: bool = False  # computes with copies of the weights in another layout
     views: dict[str, Tensor] | None = None  # resharding.place_weights, asked once
-    portable_because: str = ""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace every weight by (Hugging Face name, full tensor) pairs; vLLM fuses and slices

@@ -415,12 +415,15 @@ def silent_copies(model, mesh, *args, **settings):
     return shard_model(model, mesh, *args, **settings)
 
 
-def kept_for_ever(model, *args, reshard_after_forward, **settings):
-    """Weights that are kept for the backward are kept for the next step."""
-    settings["reshard_after_forward"] = reshard_after_forward
-    for module in resharding.fsdp_modules(shard_model(model, *args, **settings)):
-        module.set_reshard_after_backward(reshard_after_forward)
-    return model
+@contextlib.contextmanager
+def kept_for_ever(model):
+    """Blocks that are kept whole for a step are kept for the next step too."""
+    if model.keeps_weights:
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
+    yield
+    if len(resharding.fsdp_modules(model)) == 1:  # one rank: nothing was gathered by blocks
+        resharding._reshard(model)
 
 
 FAULTS = {
@@ -439,7 +442,7 @@ FAULTS = {
     "coarse recomputation": (models, "_attend_each", coarse_again),
     "mean of the chunk": (models.Actor, "_head", centred_chunk),
     "copies that do not talk": (resharding, "shard_model", silent_copies),
-    "stale weights": (resharding, "shard_model", kept_for_ever),
+    "stale weights": (resharding, "kept_whole", kept_for_ever),
 }
 
 

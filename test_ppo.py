@@ -231,7 +231,7 @@ REQUIRED = {
     "training/global_step", "timing_s/step", "timing_s/gen", "timing_s/update_weights",
     "timing_s/old_log_prob", "timing_s/update", "perf/total_num_tokens", "critic/score/mean",
     "critic/rewards/mean", "critic/advantages/mean", "response_length/mean", "prompt_length/mean",
-    "response/truncated_ratio", "actor/entropy", "actor/pg_loss", "actor/entropy_loss",
+    "response/truncated_ratio", "actor/entropy", "actor/pg_loss",
     "actor/grad_norm", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/lr",
     "actor/skipped_steps", "training/rollout_log_probs_diff/mean", "reward/reward_timeouts",
 }
