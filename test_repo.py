@@ -161,14 +161,11 @@ def test_readme_table_of_files_is_true():
 
 def test_the_mutants_fit_the_code():
     """Every fault of tools/mutants.txt can still be planted: its text is found once, its test is
-    there; and docs/mutants.md has the same faults. `make mutants` sees the tests fail."""
+    there. `make mutants` sees the tests fail, and then writes docs/mutants.md."""
     tool = runpy.run_path(str(HERE / "tools" / "mutants.py"))
     mutants = tool["read_table"]((HERE / "tools" / "mutants.txt").read_text())
     assert len(mutants) >= 60 and len({mutant.means for mutant in mutants}) == len(mutants)
     sources = {mutant.file: (HERE / mutant.file).read_text() for mutant in mutants}
-    documented = (HERE / "docs" / "mutants.md").read_text()
-    rows = re.findall(r"^\| \d+ \| (.*?) \| `", documented, re.MULTILINE)
-    assert rows == [mutant.means for mutant in mutants]
     for mutant in mutants:
         mutant.apply(sources[mutant.file])
         file, name = mutant.test.split("[")[0].split("::")

@@ -1,6 +1,6 @@
 """How fast is it, against what the machine can do? One command, one process tree, one table.
 
-    python tools/bench.py                        one GPU, about 8 minutes
+    python tools/bench.py                        one GPU, all parts
     python tools/bench.py --only limits,0.5b     parts of it
     python tools/bench.py --only tiny            any machine: ratios, no seconds
 
@@ -12,7 +12,7 @@ forward and backward alone. Each part is a process of its own, one after the oth
 Two formulas of model FLOPs utilisation, both of 989.5 TFLOP/s (H100/H200, bf16, dense):
     mfu_true  3 x forward FLOPs that the update needs: causal attention, head on response tokens only
     mfu_std   6 N T + 12 L q S2, the usual one: N with the head for every token, full attention squares
-Recomputation counts in neither. `floor` is plan.py's bound: FLOPs or bytes at the measured rates.
+Recomputation counts in neither.
 """
 
 import argparse
@@ -42,12 +42,14 @@ WORK = {
     "0.5b": (256, 1, 512, 512, 1024, 64, 7),
     "1.5b": (256, 1, 512, 512, 1024, 64, 5),
 }
+# Nothing is recomputed, and the engine stays beside the trainer: there is room for both.
+ROOMY = ["--no-gradient-checkpointing", "--no-free-cache-engine", "--kv-cache-gib", "8"]
 OPTIONS = {
     "tiny": [],
-    "135m": ["--adv-estimator", "grpo", "--no-use-kl-in-reward", "--use-kl-loss",
-             "--ppo-max-token-len-per-gpu", "65536"],
-    "0.5b": ["--ppo-max-token-len-per-gpu", "32768"],
-    "1.5b": ["--ppo-max-token-len-per-gpu", "16384"],
+    "135m": [*ROOMY, "--adv-estimator", "grpo", "--no-use-kl-in-reward", "--use-kl-loss",
+             "--max-num-seqs", "512", "--ppo-max-token-len-per-gpu", "65536"],
+    "0.5b": [*ROOMY, "--ppo-max-token-len-per-gpu", "32768"],
+    "1.5b": [*ROOMY, "--ppo-max-token-len-per-gpu", "16384"],
 }
 
 
@@ -197,7 +199,6 @@ def publishing(run) -> dict:
 
 def program(part: str, options: list[str], profile_to: Path | None = None) -> dict:
     """One part: the loop with its clocks, then what it is compared with."""
-    import plan
     import ppo_fsdp
 
     found = {}
@@ -219,7 +220,7 @@ def program(part: str, options: list[str], profile_to: Path | None = None) -> di
     for answer in rollouts:
         answer.score = 0.0
     batch = ppo_fsdp.data.collate(rollouts)
-    found |= audit(run, batch, found["phases_s"], plan)
+    found |= audit(run, batch, found["phases_s"])
     if profile_to:
         profile(run, batch, profile_to)
     found["publish"] = publishing(run)
@@ -251,17 +252,32 @@ def profile(run, batch, out: Path) -> None:
     out.write_text("\n".join(tables))
 
 
-def audit(run, batch, phases: dict, plan) -> dict:
+def flops_of(path: str, lengths: list[int], rows: int) -> tuple[float, float]:
+    """(of a forward: 2 a weight and token, the causal half of attention, the head on `rows` tokens;
+    of an update as usually counted: 6 N T + 12 L q S2)."""
+    import models
+
+    c = models.read_config(path)
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    q, kv = c.num_attention_heads * width, c.num_key_value_heads * width
+    blocks = c.num_hidden_layers * c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size)
+    head = c.vocab_size * c.hidden_size
+    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+    attention = c.num_hidden_layers * q * squares
+    return (2 * blocks * tokens + 2 * attention + 2 * head * rows,
+            6 * (blocks + head) * tokens + 12 * attention)
+
+
+def audit(run, batch, phases: dict) -> dict:
     """What was computed (for a comparison at equal work), and how well."""
     config, lengths, responses = run.config, batch.lengths, batch.response_lengths
-    shape = plan.find_shape(config.model_path)
+    flops, standard = flops_of(config.model_path, lengths.tolist(), int(responses.sum()))
+    headless, _ = flops_of(config.model_path, lengths.tolist(), 0)
     passes = 1 + (run.reference is not None)
-    flops = shape.forward_flops(lengths.tolist(), int(responses.sum()))
-    headless = shape.forward_flops(lengths.tolist(), 0)
     updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
     critics = int(run.critic is not None)
     needed = 3 * config.ppo_epochs * (flops + critics * headless)
-    standard = shape.std_update_flops(lengths.tolist()) * config.ppo_epochs * (1 + critics)
+    standard *= config.ppo_epochs * (1 + critics)
     return {
         "audit": {
             "prompt_tokens": int(batch.prompt_lengths.sum()),
@@ -341,7 +357,6 @@ def seven() -> dict:
     """Forward and backward of the 7B shape on one GPU, where its optimizer does not fit."""
     import data
     import models
-    import plan
     import ppo_fsdp
     import resharding
     import shapes
@@ -349,9 +364,9 @@ def seven() -> dict:
     world = ppo_fsdp.init_distributed()
     with tempfile.TemporaryDirectory() as folder:
         shapes.write_shape("7b", Path(folder), 8, 16)
-        shape = plan.find_shape(folder)
+        flops, standard = flops_of(folder, [1280] * 6, 768 * 6)
         with torch.device("cuda"):
-            actor = models.build_actor(folder, torch.bfloat16, random_weights="fast", compile=True)
+            actor = models.build_actor(folder, torch.bfloat16, random_weights=True, compile=True)
     actor = resharding.shard_model(actor)
     generator = torch.Generator().manual_seed(0)
     rollouts = []
@@ -366,10 +381,7 @@ def seven() -> dict:
         actor.zero_grad()
 
     took = seconds(update, 5, 2)
-    lengths = batch.lengths.tolist()
-    flops = shape.true_update_flops(lengths, int(batch.response_lengths.sum()))
-    return {"update_s": took, "tokens": int(batch.lengths.sum()), "mfu_true": flops / took / PEAK,
-            "mfu_std": shape.std_update_flops(lengths) / took / PEAK,
+    return {"update_s": took, "tokens": int(batch.lengths.sum()), "mfu_true": 3 * flops / took / PEAK, "mfu_std": standard / took / PEAK,
             "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
 
 
