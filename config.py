@@ -117,10 +117,11 @@ class Config:
     target_kl: float = 0.1
     # Sequences in which the controller may change kl_coef by a fifth.
     horizon: int = 10000
-    # loss += kl_loss_coef * KL; k2 and every kind with + have the gradient of KL(pi, reference).
+    # loss += kl_loss_coef * KL; k2 and every kind with + have the gradient of KL(pi, reference),
+    # verl's low_var_kl (k3) that of KL(reference, pi): docs/objectives.md.
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
-    kl_loss_type: KLKind = "k3"
+    kl_loss_type: KLKind = "k3+"
     # The ratio is clipped to [1 - low, 1 + high] (arXiv 1707.06347 eq. 7, arXiv 2503.14476).
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
@@ -292,6 +293,11 @@ def check_config(c: Config, world_size: int) -> None:
         "must lie between 0 and 1, the second above 0",
     )
     losses.KLController(c.kl_coef, c.kl_ctrl_type, c.target_kl, c.horizon)  # has checks of its own
+    _require(
+        c.kl_ctrl_type == "fixed" or c.use_kl_in_reward,
+        "kl_ctrl_type adaptive moves kl_coef, which counts in the reward alone, and "
+        "use_kl_in_reward is off: switch it on, or use fixed (kl_loss_coef is always fixed)",
+    )
     _require(
         c.adv_estimator not in ("grpo", "rloo") or c.n > 1,
         f"adv_estimator {c.adv_estimator} compares answers to one prompt, but n is {c.n}: raise it",

@@ -980,6 +980,7 @@ REFUSED = [
     (dict(target_kl=-0.1), 1, ["target_kl", "-0.1"]),
     (dict(kl_coef=-0.1), 1, ["kl_coef", "-0.1"]),
     (dict(kl_coef=0.0, kl_ctrl_type="adaptive"), 1, ["kl_coef", "adaptive"]),
+    (dict(use_kl_in_reward=False, kl_ctrl_type="adaptive"), 1, ["adaptive", "use_kl_in_reward"]),
     (dict(top_p=0.9), 1, ["top_p 0.9", "--val-top-p"]),
     (dict(top_k=50), 1, ["top_k 50", "--val-top-k"]),
     (dict(temperature=0.0), 1, ["temperature", "0.0", "--val-temperature"]),

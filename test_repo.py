@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 # than the loop: in one file they would leave no screen on which the loop is seen.
 BUDGETS = {
     "ppo_fsdp.py": 550,
-    "config.py": 260,
+    "config.py": 300,  # an option and its checks are three lines; about 100 are to come
     "metrics.py": 200,
     "data.py": 450,
     "rollout.py": 300,
@@ -28,7 +28,7 @@ BUDGETS = {
     "resharding.py": 450,
     "losses.py": 400,
 }
-TOTAL = 2450  # the six of the design under 2,000, config.py and metrics.py
+TOTAL = 2500  # the six of the design under 2,000, config.py and metrics.py
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
     "ppo_fsdp": {"config", "data", "losses", "metrics", "models", "resharding", "rollout"},
