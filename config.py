@@ -189,6 +189,15 @@ class Config:
     test_freq: int = 5
     # Show and save a few answers every so many steps; 0: never.
     sample_freq: int = 5
+    # Save to runs_dir/run_name/checkpoints after every so many steps and after the last; 0: after
+    # the last only; -1: never. SIGTERM and SIGINT end a run after the step in progress, saved.
+    save_freq: int = 50
+    # The newest so many are kept, and the best by evaluation (a multiple of test_freq as save_freq
+    # has all evaluated); 0: all.
+    max_ckpt_to_keep: int = 2
+    # latest: go on with runs_dir/run_name from its newest checkpoint. The folder of a checkpoint:
+    # a new run from there. none: a new run.
+    resume: str = "none"
 
 
 CHAIN_SUM = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits="
@@ -247,6 +256,7 @@ def check_config(c: Config, world_size: int) -> None:
     """Refuse what cannot work: one sentence, with both numbers and what to change (ValueError)."""
     _check_ranges(c)
     _check_steps(c)
+    _check_saving(c)
     _require(
         c.train_batch_size % c.ppo_mini_batch_size == 0,
         f"train_batch_size {c.train_batch_size} is not a multiple of ppo_mini_batch_size "
@@ -318,7 +328,7 @@ def _check_ranges(c: Config) -> None:
     at_least_0 = (
         "total_training_steps", "critic_warmup", "lr_warmup_steps", "clip_range_value", "seed",
         "loss_scale_factor", "val_temperature", "kv_cache_gib", "weight_decay", "test_freq",
-        "sample_freq", "check_published_freq", "fsdp_size",
+        "sample_freq", "check_published_freq", "fsdp_size", "max_ckpt_to_keep",
     )
     fractions = ("gamma", "lam", "log_prob_fraction", "gpu_memory_utilization")
     for names, holds, bound in (
@@ -330,6 +340,14 @@ def _check_ranges(c: Config) -> None:
         for name in names:
             value = getattr(c, name)
             _require(holds(value), f"{name} is {value}: it must be {bound}")
+
+
+def _check_saving(c: Config) -> None:
+    _require(c.save_freq >= -1, f"save_freq is {c.save_freq}: it must be at least -1, never")
+    _require(
+        c.resume != "latest" or c.run_name,
+        "resume is latest and run_name is empty: which run? Name it with --run-name",
+    )
 
 
 def _check_steps(c: Config) -> None:

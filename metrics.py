@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
+import os
 import platform
 import sys
 import time
@@ -108,6 +110,39 @@ def run_record(config: Config, ranks: int) -> dict[str, Any]:
         python=platform.python_version(), versions=versions,
         sources={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
     )
+
+
+def drop_lines_after(step: int, file: Path, key: str) -> None:
+    """Keep the lines of `file` whose `key` is at most `step`: a resumed run writes the later ones
+    again. The last may be torn, where the run was killed."""
+    kept = []
+    for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            if json.loads(line)[key] <= step:
+                kept.append(line)
+    if file.exists():
+        file.with_suffix(".tmp").write_text("".join(kept))
+        os.replace(file.with_suffix(".tmp"), file)  # the old lines or the new, never half
+
+
+def check_resume(facts: dict[str, Any], config: Config, num_steps: int) -> str:
+    """What differs from the run that saved the checkpoint of these facts: "seed 1 -> 2, n 4 -> 8".
+    What the checkpoint itself carries cannot be changed, and would be ignored: an error."""
+    if facts["step"] > num_steps:
+        raise ValueError(f"the checkpoint is of step {facts['step']}, this run has {num_steps}")
+    saved = facts["notes"]["config"]
+    changed = {
+        name: f"{name} {saved[name]} -> {value}"
+        for name, value in json.loads(json.dumps(dataclasses.asdict(config))).items()
+        if name in saved and saved[name] != value and name not in ("resume", "run_name", "runs_dir")
+    }
+    for name in ("lr", "critic_lr", "weight_decay", "kl_coef"):
+        if name in changed:
+            raise ValueError(
+                f"{changed[name]}: a resumed run goes on with the checkpoint's; leave it, or start "
+                "a new run with the checkpoint's hf folder as --model-path"
+            )
+    return ", ".join(changed.values())
 
 
 def batch_equation(config: Config, ranks: int, num_steps: int, num_prompts: int) -> str:

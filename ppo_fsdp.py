@@ -19,6 +19,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -33,16 +34,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import checkpoints
 import data
 import losses
 import models
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
-from metrics import Metrics, batch_equation, describe, run_record
+from metrics import Metrics, batch_equation, check_resume, describe, drop_lines_after, run_record
 
 
 # ------------------------------------------------------------------------------------ processes
+
+SIGNALS: list[int] = []  # SIGTERM and SIGINT that this process got during the loop
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ class Run:
     controller: losses.KLController
     probe: data.Pack
     num_publishes: int = 0
+    first_step: int = 0  # steps that were done before this start
+    stopping: bool = False  # a rank got SIGTERM or SIGINT, and all know
 
 
 def setup(config: Config, world: World) -> Run:
@@ -147,19 +153,22 @@ def setup(config: Config, world: World) -> Run:
     num_steps = config.total_training_steps
     num_steps = num_steps or config.total_epochs * len(train_prompts) // config.train_batch_size
     check_config(dataclasses.replace(config, total_training_steps=num_steps), world.size)
-    folder = open_run(config, world)
+    folder, checkpoint = open_run(config, world, num_steps)
     if world.is_main:
         print(batch_equation(config, world.size, num_steps, len(train_prompts)), flush=True)
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
     engine = build_engine(config, folders[0], tokenizer, world)
     rollout.sleep(engine)
     actor, critic, reference = build_networks(config, folders[0], world, num_steps, folders[1])
-    return Run(
+    run = Run(
         config, world, folder, num_steps, tokenizer, train_prompts, val_prompts, reward,
         engine, actor, critic, reference,
         losses.KLController(config.kl_coef, config.kl_ctrl_type, config.target_kl, config.horizon),
         make_probe(train_prompts, world.device),
     )
+    if checkpoint is not None:
+        resume(checkpoint, run)
+    return run
 
 
 def load_prompts(config: Config, tokenizer: Any, world: World, kind: str) -> list[data.Prompt]:
@@ -536,7 +545,9 @@ def optimizer_step(learner: Learner, name: str, max_norm: float, metrics: Metric
 
 def report(step: int, run: Run, metrics: Metrics) -> dict[str, float]:
     """Phase 12: one line of metrics.jsonl. Collective."""
+    metrics.add("signals", len(SIGNALS), 1)  # in the sum of all ranks: all stop or none
     record = {"training/global_step": step} | metrics.reduce(all_reduce_sum)
+    run.stopping = record.pop("signals") > 0
     if run.world.is_main:
         with open(run.folder / "metrics.jsonl", "a") as lines:
             lines.write(json.dumps(record) + "\n")
@@ -550,17 +561,64 @@ def show_samples(step: int, rollouts: list[data.Rollout], run: Run) -> None:
     tqdm.write(f"step {step}: {first.prompt.text!r} -> {answer!r} scores {first.score:g}")
 
 
-def open_run(config: Config, world: World) -> Path:
-    """A new folder runs_dir/run_name with what a result needs to be repeated."""
+def open_run(config: Config, world: World, num_steps: int) -> tuple[Path, Path | None]:
+    """(folder runs_dir/run_name with what a result needs to be repeated, checkpoint to start from
+    or None)"""
     name = config.run_name or f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.runs_dir) / all_gather(name, world)[0]
-    if any(all_gather((folder / "metrics.jsonl").exists(), world)):
-        raise ValueError(f"{folder} holds a run already: choose another --run-name")
-    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint, step = None, 0
+    if config.resume != "none":
+        latest = config.resume == "latest"
+        checkpoint = resharding.find_checkpoint(folder / "checkpoints" if latest else config.resume)
+        facts = checkpoints.read_facts(checkpoint)
+        step, changes = facts["step"], check_resume(facts, config, num_steps)
+        if world.is_main:
+            print(f"resuming from {checkpoint}, changed options: {changes or 'none'}", flush=True)
+    if config.resume != "latest" and any(all_gather((folder / "metrics.jsonl").exists(), world)):
+        raise ValueError(
+            f"{folder} holds a run already: choose another --run-name, or --resume latest"
+        )
+    resharding.check_folder(folder)
     if world.is_main:
         record = run_record(config, world.size)
-        (folder / "config.json").write_text(json.dumps(record, indent=1))
-    return folder
+        file = folder / (f"config-from-step-{step}.json" if step else "config.json")
+        file.write_text(json.dumps(record, indent=1))
+    return folder, checkpoint
+
+
+def moving_parts(run: Run) -> tuple:
+    """What training changes, in the order of save_checkpoint and load_checkpoint."""
+    actor, critic = run.actor, run.critic or Learner(None, None, None)
+    return (
+        actor.model, actor.optimizer, critic.model, critic.optimizer, actor.scheduler,
+        run.controller, critic.scheduler,
+    )
+
+
+def save(step: int, run: Run, record: dict[str, float]) -> None:
+    """A checkpoint of the state after `step`. Collective."""
+    start, config = time.perf_counter(), run.config
+    scores = [value for name, value in record.items() if name.startswith("val-core/")]
+    folder = resharding.save_checkpoint(
+        run.folder / "checkpoints", step, *moving_parts(run), tokenizer=run.tokenizer,
+        export_dtype=getattr(torch, config.dtype), keep=config.max_ckpt_to_keep,
+        score=scores[0] if scores else None,
+        notes=dict(config=dataclasses.asdict(config), num_publishes=run.num_publishes),
+    )
+    if run.world.is_main:
+        tqdm.write(f"saved {folder} in {time.perf_counter() - start:.1f} s")
+
+
+def resume(checkpoint: Path, run: Run) -> None:
+    """Go on as if there had been no stop. The engine gets the loaded weights and is checked before
+    its first answer, which an unbroken run does not do here: those counts are the checkpoint's."""
+    run.first_step = resharding.load_checkpoint(checkpoint, *moving_parts(run))
+    publish(run, Metrics(run.world))
+    rollout.sleep(run.engine)
+    run.num_publishes = checkpoints.read_facts(checkpoint)["notes"]["num_publishes"]
+    if run.world.is_main:
+        drop_lines_after(run.first_step, run.folder / "metrics.jsonl", "training/global_step")
+        drop_lines_after(run.first_step, run.folder / "samples.jsonl", "step")
 
 
 # ------------------------------------------------------------------------------------ the loop
@@ -569,13 +627,16 @@ def open_run(config: Config, world: World) -> Path:
 def train(run: Run) -> None:
     """The run, step by step; the phases have the numbers of the README."""
     config, world = run.config, run.world
-    if config.val_before_train:
+    for number in (signal.SIGTERM, signal.SIGINT):  # finish the step, save, end well
+        signal.signal(number, lambda number, _: SIGNALS.append(number))
+    if config.val_before_train and not run.first_step:
         metrics = Metrics(world)
         evaluate(run, metrics)
         report(0, run, metrics)
     tempered = dict(temperature=config.temperature)
     log_prob_fraction = 1 if config.rollout_is != "none" else config.log_prob_fraction
-    bar = tqdm(range(run.num_steps), desc="steps", disable=not world.is_main)
+    steps = range(run.first_step, run.num_steps)
+    bar = tqdm(steps, "steps", run.num_steps, initial=steps.start, disable=not world.is_main)
     for step in bar:
         metrics = Metrics(world)
         with metrics.phase("step"):
@@ -635,8 +696,15 @@ def train(run: Run) -> None:
         score_, kl = record["critic/score/mean"], record.get("actor/reward_kl_penalty", math.nan)
         length = record["response_length/mean"]
         bar.set_postfix(score=f"{score_:.3f}", kl=f"{kl:.4f}", length=f"{length:.1f}")
+        due = last or run.stopping or (config.save_freq and (step + 1) % config.save_freq == 0)
+        if due and config.save_freq >= 0:
+            save(step + 1, run, record)
+        if run.stopping:
+            break
+    bar.close()
     if world.is_main:
-        print(f"{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}", flush=True)
+        done = f"stopped by a signal, {step + 1} of " if run.stopping else ""
+        print(f"{done}{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}", flush=True)
 
 
 def main() -> None:
@@ -650,13 +718,19 @@ def main() -> None:
         run.reward.close()
         dist.barrier()  # nobody leaves while another still needs it
     except BaseException as error:
-        if not is_main:
-            time.sleep(5)  # rank 0 says what it complains of too; torchrun ends this rank meanwhile
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        foreseen = isinstance(error, (ValueError, SystemExit))
+        if not is_main or not foreseen:
+            # Rank 0 says what this one complains of too, or another rank failed and this one only
+            # lost it: torchrun ends this one meanwhile.
+            time.sleep(5)
         status = error.code if isinstance(error, SystemExit) else 1
-        if not isinstance(error, (ValueError, SystemExit)):
-            traceback.print_exc()
-        if not isinstance(error, SystemExit):  # the command line's own complaint is out already
-            where = "" if is_main else f" on rank {os.environ['RANK']}"
+        where = "" if is_main else f" on rank {os.environ['RANK']}"
+        if SIGNALS and not foreseen:
+            print(f"told to stop{where}, and then: {str(error).partition('. ')[0]}")
+        elif not isinstance(error, SystemExit):  # its own complaint is out already
+            if not foreseen:
+                traceback.print_exc()
             print(f"error{where}: {error}", file=sys.stderr)
     # No teardown: a peer that waits in a collective, or the engine's own, must not hold up the end.
     sys.stdout.flush()

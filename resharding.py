@@ -5,21 +5,31 @@
                forward or backward until just after.
     rollout    vLLM holds a full (or tensor-parallel) copy of its own. `publish_weights` renews it:
                cast the shard, gather it, hand (name, tensor) to vLLM's loader, next parameter.
+    disk       a checkpoint holds the shards and what the optimizers keep of them, to be cut anew
+               over any number of ranks, and the whole weights as a Hugging Face folder.
 
 Every collective on weights and gradients is in this file; FSDP2 issues its own inside the modules'
 forward and backward. One sum, no mean: nothing here divides by the number of ranks.
 """
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+import checkpoints
+from checkpoints import CheckpointError, reason
 
 
 def make_mesh(fsdp_size: int = 0) -> DeviceMesh:
@@ -158,14 +168,19 @@ def _saved_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in sorted(hf.named_buffers()) if name in saved]
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """{Hugging Face name: this rank's part} of parameters and saved buffers, a tied one once."""
+    _reshard(model)
+    hf = hf_model(model)
+    tensors = [*hf.named_parameters(), *_saved_buffers(hf)]
+    return {name: tensor.detach() for name, tensor in tensors}
+
+
 def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter and saved buffer, tied ones once.
     Collective: all ranks iterate to the end together. Each shard is cast to `dtype` before it is
     gathered: half the bytes."""
-    _reshard(model)
-    hf = hf_model(model)
-    for name, tensor in [*hf.named_parameters(), *_saved_buffers(hf)]:
-        tensor = tensor.detach()
+    for name, tensor in saved_tensors(model).items():
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -331,3 +346,266 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """
     norm = nn.utils.clip_grad_norm_(list(model.parameters()), max_norm)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def save_checkpoint(
+    root: str | Path, step: int,
+    actor: nn.Module, actor_optimizer: torch.optim.Optimizer,
+    critic: nn.Module | None = None, critic_optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None, controller: Any = None, critic_scheduler: Any = None, *,
+    tokenizer: Any = None, export_dtype: torch.dtype = torch.bfloat16,
+    score: float | None = None, keep: int = 0, notes: dict[str, Any] | None = None,
+) -> Path:
+    """Write root/step_<step>; checkpoints.py has the layout. Then the newest `keep` checkpoints
+    stay, and beside them the one of the highest `score`; 0: all. `notes` are the caller's, and must
+    fit into JSON.
+
+    Collective; `root` is one folder that all ranks see. Whatever fails on whichever rank, all raise
+    CheckpointError, and what was there before is still there.
+    """
+    final = Path(root) / f"step_{step:06d}"
+    unfinished = checkpoints.unfinished(final)
+    networks = dict(actor=(actor, actor_optimizer), critic=(critic, critic_optimizer))
+    networks = {name: pair for name, pair in networks.items() if pair[0] is not None}
+    counters = dict(scheduler=scheduler, critic_scheduler=critic_scheduler, controller=controller)
+    parts = {name: part.state_dict() for name, part in counters.items() if part is not None}
+    state = _rng_states()
+    for name, (model, optimizer) in networks.items():
+        parts[name] = optimizer.state_dict()["param_groups"]
+        state |= _state_of(name, model, optimizer)
+    try:
+        _on_rank_0(lambda: checkpoints.begin(unfinished))
+        dcp.save(state, storage_writer=_Writer(unfinished / "state"))
+        for name, (model, _) in networks.items():
+            folder = unfinished / ("hf" if name == "actor" else f"hf_{name}")
+            export_hf(model, folder, tokenizer, export_dtype)
+        facts = dict(step=step, ranks=dist.get_world_size(), score=score, notes=notes, parts=parts)
+        facts["files"] = _fingerprints(unfinished / "state")
+        _on_rank_0(lambda: checkpoints.complete(unfinished, final, facts, keep))
+    except (CheckpointError, dcp.api.CheckpointException) as error:
+        # of a full disk: give it back
+        _on_rank_0(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+        raise CheckpointError(
+            f"checkpoint {final} was not written: {_cause(error)}; the older ones are whole: "
+            "when that is mended, --resume latest goes on from the newest"
+        ) from error
+    return final
+
+
+def load_checkpoint(
+    root: str | Path,
+    actor: nn.Module, actor_optimizer: torch.optim.Optimizer,
+    critic: nn.Module | None = None, critic_optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None, controller: Any = None, critic_scheduler: Any = None,
+) -> int:
+    """Fill everything given from the newest complete checkpoint under `root` (or from `root`, if it
+    is one checkpoint's folder). Returns its step.
+
+    Collective. The number of ranks may be another than at the save. CheckpointError, on all ranks,
+    if something given is not in it, has other names or shapes there, or cannot be read.
+    """
+    folder = find_checkpoint(root)
+    facts = checkpoints.read_facts(folder)
+    networks = dict(actor=(actor, actor_optimizer), critic=(critic, critic_optimizer))
+    networks = {name: pair for name, pair in networks.items() if pair[0] is not None}
+    counters = dict(scheduler=scheduler, critic_scheduler=critic_scheduler, controller=controller)
+    counters = {name: part for name, part in counters.items() if part is not None}
+    state = _rng_states()
+    try:
+        for name in [*networks, *counters]:
+            if name not in facts["parts"]:
+                raise CheckpointError(f"it holds no {name}: the run that saved it had none")
+        found = _fingerprints(folder / "state")
+        damaged = [name for name, entry in facts["files"].items() if found.get(name) != entry]
+        if damaged:  # reading alone would not notice every changed byte, and train on
+            raise CheckpointError(f"{folder / 'state' / damaged[0]} is damaged")
+        reader = dcp.FileSystemReader(folder / "state")
+        saved = reader.read_metadata().state_dict_metadata
+        for name, (model, optimizer) in networks.items():
+            _check_same_model(name, model, saved)
+            _allocate(name, model, optimizer, saved, facts["parts"][name])
+            state |= _state_of(name, model, optimizer)
+        state = {key: tensor for key, tensor in state.items() if key in saved}
+        dcp.load(state, storage_reader=reader)
+    except (CheckpointError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(
+            f"cannot resume from {folder}: {_cause(error)}; --resume takes the folder of any other"
+        ) from error
+    for name, part in counters.items():
+        part.load_state_dict(facts["parts"][name])
+    _rng_states(state)
+    return facts["step"]
+
+
+def find_checkpoint(root: str | Path) -> Path:
+    """The newest complete checkpoint under `root`, or `root` itself if that is one; nothing is an
+    error, never a fresh start. Rank 0 looks, all ranks know. Collective."""
+    return _on_rank_0(lambda: checkpoints.find(Path(root).resolve()))
+
+
+def check_folder(folder: Path) -> None:
+    """Rank 0 makes `folder`, and every rank must be able to write there. Collective."""
+    probe = folder / f".probe-{dist.get_rank()}"
+    try:
+        _on_rank_0(lambda: folder.mkdir(parents=True, exist_ok=True))
+        _together(lambda: (probe.write_text("probe"), probe.unlink()))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"cannot write into {folder}: {error}; --runs-dir must be a folder that all ranks share"
+        ) from error
+
+
+# ---- what is in a checkpoint
+
+
+def _state_of(name: str, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """{actor/<weight>: tensor, actor.exp_avg/<weight>: tensor, ...}: the very tensors, to be saved
+    or to be filled. An optimizer that has made no step yet has none."""
+    state = {f"{name}/{key}": tensor for key, tensor in saved_tensors(model).items()}
+    for key, parameter in hf_model(model).named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            state[f"{name}.{kind}/{key}"] = value
+    return state
+
+
+def _check_same_model(name: str, model: nn.Module, saved: dict[str, Any]) -> None:
+    here = {f"{name}/{key}": tensor.shape for key, tensor in saved_tensors(model).items()}
+    there = {key: entry.size for key, entry in saved.items() if key.startswith(f"{name}/")}
+    for key in sorted(here.keys() | there.keys()):
+        if here.get(key) != there.get(key):
+            sizes = [list(x[key]) if key in x else "absent" for x in (there, here)]
+            raise CheckpointError(f"it is of another model: {key} is {sizes[0]}, not {sizes[1]}")
+
+
+def _allocate(
+    name: str, model: nn.Module, optimizer: Any, saved: dict[str, Any], groups: list[dict]
+) -> None:
+    """Give `optimizer` tensors for all that the checkpoint has of it, and its parameter groups."""
+    parameters = dict(hf_model(model).named_parameters())
+    optimizer.state.clear()
+    for key, entry in saved.items():
+        part, _, weight = key.partition("/")
+        if part.startswith(f"{name}."):
+            parameter = parameters[weight]
+            like = parameter.detach() if entry.size == parameter.shape else None
+            if like is None:  # the count of steps; on the device, as a fused optimizer wants it
+                like = torch.empty(entry.size, device=parameter.device)
+            kind, dtype = part.removeprefix(f"{name}."), entry.properties.dtype
+            optimizer.state[parameter][kind] = torch.zeros_like(like, dtype=dtype)
+    for group, kept in zip(optimizer.param_groups, groups):
+        for key in kept.keys() - {"params"}:  # JSON has lists where torch has tuples
+            group[key] = tuple(kept[key]) if isinstance(kept[key], list) else kept[key]
+
+
+def _rng_states(restore: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """torch's random generators on this rank, as they are or after `restore`. Nothing of ours draws
+    from them: prompts, mini-batches and samples are functions of (seed, step). They are kept for a
+    fork that does; a rank that the saved run did not have keeps its own."""
+    states = {}
+    for kind, module in (("cpu", torch), ("cuda", torch.cuda)):
+        if kind == "cpu" or torch.cuda.is_available():
+            key = f"rng/{kind}/{dist.get_rank()}"
+            if restore and key in restore:
+                module.set_rng_state(restore[key])
+            states[key] = module.get_rng_state()
+    return states
+
+
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, *args) -> Any:
+        """torch covers what the disk said with an error of its own: no word of a full disk."""
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            raise error.__context__ or error
+
+
+def _fingerprints(folder: Path) -> dict[str, list]:
+    """{name: [bytes, SHA-256]} of the files in `folder`; each rank reads every W-th. Collective."""
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    parts = _together(lambda: checkpoints.fingerprints(sorted(folder.iterdir())[mine]))
+    return {name: entry for part in parts for name, entry in part.items()}
+
+
+def _together(work: Callable[[], Any]) -> list:
+    """[what work() returned on rank 0, on rank 1, ...]. If it failed on any, every rank raises the
+    same sentence: none is left waiting for one that is gone. Collective."""
+    result = failure = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = f"{reason(error)} (rank {dist.get_rank()})"
+    answers = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (result, failure))
+    for _, failure in answers:
+        if failure is not None:
+            raise CheckpointError(failure)
+    return [result for result, _ in answers]
+
+
+def _on_rank_0(work: Callable[[], Any]) -> Any:
+    """Rank 0's work(), its result on every rank. Collective."""
+    return _together(lambda: work() if dist.get_rank() == 0 else None)[0]
+
+
+def _cause(error: BaseException) -> str:
+    """One line of what went wrong; of the failures that torch collects from ranks, the first."""
+    if isinstance(error, dcp.api.CheckpointException):
+        rank, (first, _) = min(error.failures.items())
+        return f"{reason(first)} (rank {rank})"
+    return reason(error)
+
+
+# ---- export
+
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
+
+
+def export_hf(
+    model: nn.Module, folder: str | Path, tokenizer: Any = None, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write `model` as a Hugging Face folder: config, generation config, tokenizer, and the weights
+    in `dtype`, a tied one once.
+
+    Collective. The weights stream: one full tensor at a time is gathered, and rank 0 appends it to
+    the file (safetensors: length of the header, header, bytes).
+    """
+    folder, hf = Path(folder), hf_model(model)
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in saved_tensors(model).items():
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        start, end = end, end + tensor.numel() * kind.itemsize
+        header[name] = {"dtype": SAFETENSORS_DTYPES[kind], "shape": list(tensor.shape)}
+        header[name]["data_offsets"] = [start, end]
+    text = bytes(json.dumps(header), "utf-8")
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    weights = full_params(model, dtype)
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = copy.deepcopy(hf.config)
+        # the class below FSDP2's, which puts one of its own in front
+        original = next(kind for kind in type(hf).__mro__ if not issubclass(kind, FSDPModule))
+        config.architectures, config.dtype = [original.__name__], dtype
+        config.save_pretrained(folder)
+        if getattr(hf, "generation_config", None) is not None:
+            hf.generation_config.to_json_file(folder / "generation_config.json")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        with open(folder / "model.safetensors", "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, tensor in weights:
+                file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+    def write_or_follow() -> None:
+        try:
+            if dist.get_rank() == 0:
+                write()
+        finally:
+            for _ in weights:  # all ranks gather all of them, whatever rank 0's disk says
+                pass
+
+    _together(write_or_follow)

@@ -82,7 +82,7 @@ def small(files, **changes):
         train_data=str(files / "prompts.jsonl"), reward=f"{files / 'reward.py'}:digits",
         runs_dir=str(files), train_batch_size=16, ppo_mini_batch_size=8, max_prompt_length=48,
         val_max_samples=4, total_training_steps=2, val_before_train=False, test_freq=0,
-        sample_freq=0, entropy_coeff=0.01, gradient_checkpointing=False,
+        sample_freq=0, entropy_coeff=0.01, gradient_checkpointing=False, save_freq=-1,
     )
     return config_of(**(settings | changes))
 
@@ -100,7 +100,7 @@ def run_of(world, config):
     base = BASE[0]
     check_config(config, world.size)
     config = dataclasses.replace(config, dtype="float32")
-    folder = ppo_fsdp.open_run(config, world)
+    folder, _ = ppo_fsdp.open_run(config, world, config.total_training_steps)
     path = models.resolve_model(config.model_path, CACHE)
     steps = config.total_training_steps
     actor, critic, reference = ppo_fsdp.build_networks(config, path, world, steps)
@@ -851,9 +851,10 @@ def loop_without_an_engine(world, files, changes):
         (resharding, "check_published", note("check", 0.0)),
     ]
     path = models.resolve_model("tiny", CACHE)
-    networks = ppo_fsdp.build_networks(config, path, world, config.total_training_steps)
+    num_steps = config.total_training_steps
+    networks = ppo_fsdp.build_networks(config, path, world, num_steps)
     run = ppo_fsdp.Run(
-        config, world, ppo_fsdp.open_run(config, world), config.total_training_steps,
+        config, world, ppo_fsdp.open_run(config, world, num_steps)[0], num_steps,
         models.load_tokenizer(path), prompts, prompts[:4], data.load_reward("", 1.0),
         rollout.Engine(None, 0, 1, torch.float32, [1], can_sleep=False), *networks,
         losses.KLController(config.kl_coef), probe=None,
@@ -1005,6 +1006,9 @@ REFUSED = [
     (dict(loss_scale_factor=-1.0), 1, ["loss_scale_factor", "-1"]),
     (dict(seed=-1), 1, ["seed", "-1"]),
     (dict(val_temperature=-1.0), 1, ["val_temperature", "-1"]),
+    (dict(save_freq=-2), 1, ["save_freq", "-2"]),
+    (dict(max_ckpt_to_keep=-1), 1, ["max_ckpt_to_keep", "-1"]),
+    (dict(resume="latest", run_name=""), 1, ["resume is latest", "--run-name"]),
 ]
 
 

@@ -17,26 +17,35 @@ import pytest
 
 HERE = Path(__file__).parent
 # config.py and metrics.py are files of their own since options and bookkeeping are other concerns
-# than the loop: in one file they would leave no screen on which the loop is seen.
+# than the loop: in one file they would leave no screen on which the loop is seen. checkpoints.py is
+# one since whole-or-not-at-all is a matter of files, which is understood (and killed) without
+# tensors or ranks.
 BUDGETS = {
     "ppo_fsdp.py": 550,
     "config.py": 300,  # an option and its checks are three lines; about 100 are to come
     "metrics.py": 200,
+    "checkpoints.py": 120,
     "data.py": 450,
     "rollout.py": 300,
     "models.py": 350,
     "resharding.py": 450,
     "losses.py": 400,
 }
-TOTAL = 2500  # the six of the design under 2,000, config.py and metrics.py
+# The six of the design under 2,200 (saving, resuming, exporting and signals are 270 of them), and
+# config.py, metrics.py and checkpoints.py.
+TOTAL = 2750
+OTHERS = ("config.py", "metrics.py", "checkpoints.py")
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
-    "ppo_fsdp": {"config", "data", "losses", "metrics", "models", "resharding", "rollout"},
+    "ppo_fsdp": {
+        "checkpoints", "config", "data", "losses", "metrics", "models", "resharding", "rollout",
+    },
     "config": {"losses", "models", "rollout"},
     "metrics": {"config", "data", "losses"},
     "rollout": {"data"},
     "models": {"data", "losses"},
-    "resharding": set(),
+    "resharding": {"checkpoints"},
+    "checkpoints": set(),
     "data": set(),
     "losses": set(),
 }
@@ -73,7 +82,7 @@ def test_file_is_within_its_budget(name):
 def test_all_files_together_are_within_the_budget():
     counts = {name: len(code_lines((HERE / name).read_text())) for name in BUDGETS}
     assert sum(counts.values()) <= TOTAL
-    assert sum(counts.values()) - counts["config.py"] - counts["metrics.py"] < 2000
+    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2200
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -205,7 +214,7 @@ def test_ci_runs_what_the_readme_says():
 # The pages in docs/ that name code and tests
 
 # Kinds whose feature is not built yet: whoever builds it fills the row and takes the kind off here.
-COMES_LATER = {"K35": "checkpoint", "K36": "export", "K37": "checkpoint", "K43": "sequence parallel"}
+COMES_LATER = {"K43": "sequence parallel"}
 
 
 def names_in(file: str) -> set[str]:

@@ -43,12 +43,16 @@ class Ranks:
         self.processes = []
         self.pipes = []
 
-    def __call__(self, function, *args, timeout: float | None = None) -> list:
+    def send(self, function, *args) -> None:
+        """Have the ranks begin with it, without waiting."""
         if not self.processes:
             self._start()
         request = pickle.dumps((function, args))
         for pipe in self.pipes:
             pipe.send_bytes(request)
+
+    def __call__(self, function, *args, timeout: float | None = None) -> list:
+        self.send(function, *args)
         deadline = time.monotonic() + (timeout or self.timeout)
         answers: dict[int, object] = {}
         while len(answers) < self.size:
