@@ -43,8 +43,8 @@ class Config:
     # Name on the hub (name:configuration), a .json, .jsonl, .csv or .parquet file, or
     # reasoning_gym:task?parameter=value&parameter=value
     train_data: str = "openai/gsm8k:main"
-    # The same for evaluation; empty: val_split of the training data.
-    val_data: str = ""
+    # The same for evaluation, one or several; none: val_split of the training data.
+    val_data: tuple[str, ...] = ()
     train_split: str = "train"
     val_split: str = "test"
     prompt_column: str = "question"
@@ -91,6 +91,9 @@ class Config:
     top_k: int = 0
     # Evaluation may cut it; temperature 0 is greedy.
     val_temperature: float = 0.0
+    # Answers to each validation prompt; more than 1 at a val_temperature above 0 gives best@k
+    # (pass@k) and maj@k.
+    val_n: int = 1
     val_top_p: float = 1.0
     val_top_k: int = 0
     # Go on after an end token, to the length limit: for benchmarks.
@@ -257,6 +260,7 @@ def check_config(c: Config, world_size: int) -> None:
     _check_ranges(c)
     _check_steps(c)
     _check_saving(c)
+    _check_evaluation(c)
     _require(
         c.train_batch_size % c.ppo_mini_batch_size == 0,
         f"train_batch_size {c.train_batch_size} is not a multiple of ppo_mini_batch_size "
@@ -319,7 +323,7 @@ def _check_ranges(c: Config) -> None:
     at_least_1 = (
         "train_batch_size", "ppo_mini_batch_size", "n", "ppo_epochs", "max_prompt_length",
         "max_response_length", "ppo_micro_batch_size_per_gpu", "tensor_parallel_size",
-        "max_num_seqs",
+        "max_num_seqs", "val_n",
     )
     above_0 = (
         "lr", "critic_lr", "max_grad_norm", "reward_timeout", "horizon", "target_kl",
@@ -367,6 +371,18 @@ def _check_steps(c: Config) -> None:
     _require(
         c.lr_warmup_steps <= updates,
         f"lr_warmup_steps {c.lr_warmup_steps}: more than all {updates} optimizer steps",
+    )
+
+
+def _check_evaluation(c: Config) -> None:
+    _require(
+        c.val_n == 1 or c.val_temperature > 0,
+        f"val_n is {c.val_n} and val_temperature {c.val_temperature}: greedy answers are all the "
+        "same, so ask for one, or sample with --val-temperature 1",
+    )
+    _require(
+        len(set(c.val_data)) == len(c.val_data),
+        f"val_data names a set twice: {', '.join(c.val_data)}",
     )
 
 

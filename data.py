@@ -507,19 +507,19 @@ def grade(response: str, answer: str) -> float:
     An answer that is more than a number and its unit ("Paris", "2x+1") is compared as text, in
     lower case and without outer punctuation.
     """
-    gold_text, _ = _answer_part(str(answer))
-    found_text, where = _answer_part(str(response))
-    gold = _read_number(gold_text, "whole")
+    gold_text, _ = answer_part(str(answer))
+    found_text, where = answer_part(str(response))
+    gold = read_number(gold_text, "whole")
     if not gold:
-        words = _normalize(gold_text)
+        words = normalize(gold_text)
         is_answer = not _NO_ANSWER.fullmatch(words) and len(str(answer)) <= _WINDOW
-        return float(is_answer and words == _normalize(found_text))
-    found = _read_number(found_text, where)
+        return float(is_answer and words == normalize(found_text))
+    found = read_number(found_text, where)
     # {50, 1/2} is 50%, the same as {50} and as {1/2}; but {1/2, 1/200} is another percentage.
     return float(found == gold if len(found) == len(gold) else not found.isdisjoint(gold))
 
 
-def _answer_part(text: str) -> tuple[str, str]:
+def answer_part(text: str) -> tuple[str, str]:
     """(the part of the text that counts, how to look for a number in it: "start" if it must begin
     with one, "whole" if it must be one, "last" if its last one counts)."""
     place = text.rfind("####")
@@ -552,9 +552,9 @@ def _undress(text: str) -> str:
     return text.replace("{", "").replace("}", "").strip()
 
 
-def _read_number(text: str, where: str) -> set[Fraction]:
+def read_number(text: str, where: str) -> set[Fraction]:
     """What a number in the text can mean: one value, two for a percentage, none if there is no
-    number. where: see `_answer_part`."""
+    number. where: see `answer_part`."""
     text = text.rstrip("$. \t\n")  # here, so that no pattern has two ways to match an end
     tokens = [None, *_TOKEN.finditer(text)] if where == "last" else [_TOKEN.match(text)]
     token = tokens[-1]
@@ -571,7 +571,7 @@ def _read_number(text: str, where: str) -> set[Fraction]:
     return {value, value / 100} if token[2] else {value}
 
 
-def _normalize(text: str) -> str:
+def normalize(text: str) -> str:
     return " ".join(text.lower().split()).strip(" .,;:!?$\"'")
 
 

@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 import checkpoints
 import data
+import evaluation
 import losses
 import models
 import resharding
@@ -60,6 +61,12 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def say(self, text: str) -> None:
+        """One line on the console, by one rank."""
+        if self.is_main:
+            tqdm.write(text)
+            sys.stdout.flush()
 
 
 def init_distributed() -> World:
@@ -119,7 +126,7 @@ class Run:
     num_steps: int
     tokenizer: Any
     train_prompts: list[data.Prompt]
-    val_prompts: list[data.Prompt]
+    val_prompts: dict[str, list[data.Prompt]]  # of each validation set, by its name
     reward: Callable[[str, str, str], float]
     engine: rollout.Engine
     actor: Learner
@@ -146,16 +153,14 @@ def setup(config: Config, world: World) -> Run:
     for folder in folders:
         check_model(config, folder)
     tokenizer = models.load_tokenizer(folders[0])
-    train_prompts = load_prompts(config, tokenizer, world, "train")
-    val_prompts = load_prompts(config, tokenizer, world, "val")
+    train_prompts, val_prompts = evaluation.load_prompts(config, tokenizer, world.say)
     data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # checks the sizes
     reward = data.load_reward(config.reward, config.reward_timeout)
     num_steps = config.total_training_steps
     num_steps = num_steps or config.total_epochs * len(train_prompts) // config.train_batch_size
     check_config(dataclasses.replace(config, total_training_steps=num_steps), world.size)
     folder, checkpoint = open_run(config, world, num_steps)
-    if world.is_main:
-        print(batch_equation(config, world.size, num_steps, len(train_prompts)), flush=True)
+    world.say(batch_equation(config, world.size, num_steps, len(train_prompts)))
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
     engine = build_engine(config, folders[0], tokenizer, world)
     rollout.sleep(engine)
@@ -169,22 +174,6 @@ def setup(config: Config, world: World) -> Run:
     if checkpoint is not None:
         resume(checkpoint, run)
     return run
-
-
-def load_prompts(config: Config, tokenizer: Any, world: World, kind: str) -> list[data.Prompt]:
-    """The prompts of `kind` (train or val); too long ones are dropped, and counted on the
-    console."""
-    source = getattr(config, f"{kind}_data") or config.train_data
-    split = getattr(config, f"{kind}_split")
-    prompts = data.load_prompts(
-        source, tokenizer, split, config.prompt_column, config.answer_column, config.instruction,
-        getattr(config, f"{kind}_max_samples"), config.seed,
-    )
-    kept, dropped = data.drop_long_prompts(prompts, config.max_prompt_length)
-    if world.is_main:
-        limit = config.max_prompt_length
-        print(f"{source} [{split}]: {len(kept)} prompts, {dropped} dropped as over {limit} tokens")
-    return kept
 
 
 def build_engine(config: Config, path: str, tokenizer: Any, world: World) -> rollout.Engine:
@@ -283,7 +272,7 @@ def gather(local: list[data.Rollout], n: int, run: Run) -> list[data.Rollout]:
         if [a.response_ids for a in answers] != [a.response_ids for a in leader]:
             raise RuntimeError(f"rank {rank} sampled other tokens than the engine it belongs to")
     by_engine = by_rank[::members]
-    num_prompts = sum(len(answers) for answers in by_engine) // n
+    num_prompts = math.ceil(sum(map(len, by_engine)) / n)  # up: a lost answer is not hidden here
     gathered = []
     for place in range(num_prompts):
         turn = place // engines  # engine e has prompts e, e + engines, ...
@@ -309,26 +298,24 @@ def score(rollouts: list[data.Rollout], run: Run, metrics: Metrics) -> None:
             answer.score = value
 
 
-def evaluate(run: Run, metrics: Metrics) -> None:
-    """Answer every validation prompt once with the current weights, all engines sharing the
-    work."""
+def evaluate(step: int, run: Run, metrics: Metrics) -> None:
+    """Ask all validation prompts with the current weights, all engines sharing the work."""
     config = run.config
     publish(run, metrics)
+    prompts = [prompt for prompts in run.val_prompts.values() for prompt in prompts]
     answers = rollout.generate(
-        run.engine, run.val_prompts, max_tokens=config.max_response_length,
+        run.engine, prompts, n=config.val_n, max_tokens=config.max_response_length,
         temperature=config.val_temperature, top_p=config.val_top_p, top_k=config.val_top_k,
         seed=config.seed, step=0,
     )
     rollout.sleep(run.engine)
-    answers = gather(answers, 1, run)
+    answers = gather(answers, config.val_n, run)
     score(answers, run, Metrics(run.world))
-    source = (config.val_data or config.train_data).split("?")[0]
-    source = source.rsplit("/", 1)[-1] if Path(source).is_file() else source
-    mean = sum(answer.score for answer in answers) / len(answers)
-    metrics.known[f"val-core/{source}/reward/mean@1"] = mean
-    metrics.known["val/num_prompts"] = len(answers)
-    if run.world.is_main:
-        tqdm.write(f"evaluation: mean score {mean:.4f} of {len(answers)} prompts")
+    table = run.folder / "failures.jsonl" if run.world.is_main else None
+    metrics.known |= evaluation.report(
+        step, answers, run.val_prompts, config.val_n, run.tokenizer, not config.reward, table,
+        run.world.say,
+    )
 
 
 # ------------------------------------------------------------------------------------ phases 6-10
@@ -618,7 +605,8 @@ def resume(checkpoint: Path, run: Run) -> None:
     run.num_publishes = checkpoints.read_facts(checkpoint)["notes"]["num_publishes"]
     if run.world.is_main:
         drop_lines_after(run.first_step, run.folder / "metrics.jsonl", "training/global_step")
-        drop_lines_after(run.first_step, run.folder / "samples.jsonl", "step")
+        for name in ("samples.jsonl", "failures.jsonl"):
+            drop_lines_after(run.first_step, run.folder / name, "step")
 
 
 # ------------------------------------------------------------------------------------ the loop
@@ -631,7 +619,7 @@ def train(run: Run) -> None:
         signal.signal(number, lambda number, _: SIGNALS.append(number))
     if config.val_before_train and not run.first_step:
         metrics = Metrics(world)
-        evaluate(run, metrics)
+        evaluate(0, run, metrics)
         report(0, run, metrics)
     tempered = dict(temperature=config.temperature)
     log_prob_fraction = 1 if config.rollout_is != "none" else config.log_prob_fraction
@@ -656,6 +644,7 @@ def train(run: Run) -> None:
                 rollout.sleep(run.engine)
             # 4. gather: from here on every rank holds the global batch
             rollouts = gather(answers, config.n, run)
+            evaluation.check_complete(rollouts, prompts, config.n)
             # 5. score
             with metrics.phase("reward"):
                 score(rollouts, run, metrics)
@@ -689,7 +678,7 @@ def train(run: Run) -> None:
         last = step + 1 == run.num_steps
         if last or (config.test_freq and (step + 1) % config.test_freq == 0):
             with metrics.phase("testing"):
-                evaluate(run, metrics)
+                evaluate(step + 1, run, metrics)
         if world.is_main and config.sample_freq and step % config.sample_freq == 0:
             show_samples(step + 1, rollouts, run)
         record = report(step + 1, run, metrics)
@@ -702,9 +691,8 @@ def train(run: Run) -> None:
         if run.stopping:
             break
     bar.close()
-    if world.is_main:
-        done = f"stopped by a signal, {step + 1} of " if run.stopping else ""
-        print(f"{done}{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}", flush=True)
+    done = f"stopped by a signal, {step + 1} of " if run.stopping else ""
+    world.say(f"{done}{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}")
 
 
 def main() -> None:

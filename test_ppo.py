@@ -855,7 +855,7 @@ def loop_without_an_engine(world, files, changes):
     networks = ppo_fsdp.build_networks(config, path, world, num_steps)
     run = ppo_fsdp.Run(
         config, world, ppo_fsdp.open_run(config, world, num_steps)[0], num_steps,
-        models.load_tokenizer(path), prompts, prompts[:4], data.load_reward("", 1.0),
+        models.load_tokenizer(path), prompts, {"first": prompts[:4]}, data.load_reward("", 1.0),
         rollout.Engine(None, 0, 1, torch.float32, [1], can_sleep=False), *networks,
         losses.KLController(config.kl_coef), probe=None,
     )
@@ -1009,6 +1009,9 @@ REFUSED = [
     (dict(save_freq=-2), 1, ["save_freq", "-2"]),
     (dict(max_ckpt_to_keep=-1), 1, ["max_ckpt_to_keep", "-1"]),
     (dict(resume="latest", run_name=""), 1, ["resume is latest", "--run-name"]),
+    (dict(val_n=0), 1, ["val_n", "0"]),
+    (dict(val_n=4), 1, ["val_n is 4", "greedy", "--val-temperature"]),
+    (dict(val_data=("a.csv", "b.csv", "a.csv")), 1, ["twice", "a.csv"]),
 ]
 
 

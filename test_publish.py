@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import data
+import evaluation
 import models
 import ppo_fsdp
 import resharding
@@ -55,8 +56,7 @@ def probe_of(name):
     """The run's own probe: what `setup` makes of the tiny preset's prompts."""
     config = Config(**PRESETS["tiny"] | {"train_max_samples": 8})
     tokenizer = models.load_tokenizer(models.resolve_model(name, CACHE))
-    world = types.SimpleNamespace(is_main=False)
-    prompts = ppo_fsdp.load_prompts(config, tokenizer, world, "train")
+    prompts = evaluation.load_prompts(config, tokenizer, print)[0]
     return ppo_fsdp.make_probe(prompts, torch.device("cpu"))
 
 
