@@ -190,6 +190,8 @@ class Config:
     val_before_train: bool = True
     # Evaluate after every so many steps and after the last; 0: after the last only.
     test_freq: int = 5
+    # Where the numbers of metrics.jsonl go too: tensorboard, wandb, path.py:function (mirrors.py).
+    mirrors: tuple[str, ...] = ()
     # Show and save a few answers every so many steps; 0: never.
     sample_freq: int = 5
     # Save to runs_dir/run_name/checkpoints after every so many steps and after the last; 0: after

@@ -43,6 +43,7 @@ import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
 from metrics import Metrics, batch_equation, check_resume, describe, drop_lines_after, run_record
+from mirrors import Mirrors
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -137,6 +138,7 @@ class Run:
     num_publishes: int = 0
     first_step: int = 0  # steps that were done before this start
     stopping: bool = False  # a rank got SIGTERM or SIGINT, and all know
+    mirrors: Mirrors = dataclasses.field(default_factory=Mirrors)
 
 
 def setup(config: Config, world: World) -> Run:
@@ -156,10 +158,12 @@ def setup(config: Config, world: World) -> Run:
     train_prompts, val_prompts = evaluation.load_prompts(config, tokenizer, world.say)
     data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # checks the sizes
     reward = data.load_reward(config.reward, config.reward_timeout)
+    mirrors = Mirrors(config.mirrors if world.is_main else ())
     num_steps = config.total_training_steps
     num_steps = num_steps or config.total_epochs * len(train_prompts) // config.train_batch_size
     check_config(dataclasses.replace(config, total_training_steps=num_steps), world.size)
     folder, checkpoint = open_run(config, world, num_steps)
+    mirrors.open(folder, dataclasses.asdict(config))
     world.say(batch_equation(config, world.size, num_steps, len(train_prompts)))
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
     engine = build_engine(config, folders[0], tokenizer, world)
@@ -169,7 +173,7 @@ def setup(config: Config, world: World) -> Run:
         config, world, folder, num_steps, tokenizer, train_prompts, val_prompts, reward,
         engine, actor, critic, reference,
         losses.KLController(config.kl_coef, config.kl_ctrl_type, config.target_kl, config.horizon),
-        make_probe(train_prompts, world.device),
+        make_probe(train_prompts, world.device), mirrors=mirrors,
     )
     if checkpoint is not None:
         resume(checkpoint, run)
@@ -538,6 +542,7 @@ def report(step: int, run: Run, metrics: Metrics) -> dict[str, float]:
     if run.world.is_main:
         with open(run.folder / "metrics.jsonl", "a") as lines:
             lines.write(json.dumps(record) + "\n")
+        run.mirrors.log(record)
     return record
 
 
@@ -704,6 +709,7 @@ def main() -> None:
         run = setup(config, init_distributed())
         train(run)
         run.reward.close()
+        run.mirrors.finish()
         dist.barrier()  # nobody leaves while another still needs it
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

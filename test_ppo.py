@@ -1097,6 +1097,7 @@ BAD_INPUTS = {
     "every prompt too long": (lambda f: ["--max-prompt-length", "4"], ["4", "max_prompt_length"]),
     "no reward file": (lambda f: ["--reward", f"{f}/absent.py:f"], ["absent.py:f"]),
     "no reward function": (lambda f: ["--reward", f"{f}/reward.py:f"], ["no function 'f'"]),
+    "no such mirror": (lambda f: ["--mirrors", f"{f}/absent.py:f"], ["absent.py:f", "wandb"]),
     "batch not divisible": (lambda f: ["--ppo-mini-batch-size", "12"], ["32", "12"]),
     "too long for the model": (lambda f: ["--max-prompt-length", "600"], ["608", "512"]),
 }
