@@ -82,8 +82,8 @@ def _opener(name: str) -> Callable[[Path, dict[str, Any]], Any]:
             importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
         except ImportError as error:
             raise ValueError(
-                f"mirror {name} cannot be imported ({_reason(error)}): pip install {name}, or leave "
-                "it out of --mirrors; metrics.jsonl is written in any case"
+                f"mirror {name} cannot be imported ({_reason(error)}): pip install {name}, or "
+                "leave it out of --mirrors; metrics.jsonl is written in any case"
             ) from error
         return known[name]
     path, _, function = name.rpartition(":")
