@@ -157,6 +157,10 @@ class Config:
     # ---- sharding
     # Ranks that share one copy of the weights; 0: all. Fewer: less to gather, more memory (HSDP).
     fsdp_size: int = 0
+    # Ranks that compute a micro-batch together, each on a part of its tokens, and in attention on a
+    # part of the heads (arXiv 2309.14509): for sequences too long for one GPU. Token caps are those
+    # of one rank: a micro-batch may hold so many times more.
+    ulysses_sequence_parallel_size: int = 1
     # Free a block's full weights after its forward (less memory), or keep them for the backward.
     reshard_after_forward: bool = True
     # On a GPU: compile each block and the head; about a minute more in the first step.
@@ -263,31 +267,12 @@ def check_config(c: Config, world_size: int) -> None:
     _check_steps(c)
     _check_saving(c)
     _check_evaluation(c)
+    _check_ranks(c, world_size)
     _require(
         c.train_batch_size % c.ppo_mini_batch_size == 0,
         f"train_batch_size {c.train_batch_size} is not a multiple of ppo_mini_batch_size "
         f"{c.ppo_mini_batch_size}: change one of them",
     )
-    _require(
-        world_size % c.tensor_parallel_size == 0,
-        f"tensor_parallel_size {c.tensor_parallel_size} does not divide the {world_size} ranks: "
-        "change it or --nproc_per_node",
-    )
-    _require(
-        world_size % (c.fsdp_size or 1) == 0,
-        f"fsdp_size {c.fsdp_size} does not divide the {world_size} ranks: change it, 0 is all",
-    )
-    longest = c.max_prompt_length + c.max_response_length
-    caps = ["ppo_max_token_len_per_gpu"]
-    caps += [name for name in ("critic_ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu")
-             if getattr(c, name)]
-    for name in caps if c.use_dynamic_bsz else ():
-        _require(
-            getattr(c, name) >= longest,
-            f"{name} {getattr(c, name)} is smaller than the longest sequence, max_prompt_length "
-            f"{c.max_prompt_length} + max_response_length {c.max_response_length} = {longest}: "
-            f"raise it to {longest} or more",
-        )
     _require(
         c.temperature > 0,
         f"temperature is {c.temperature}: training samples, so it must be above 0 "
@@ -325,7 +310,7 @@ def _check_ranges(c: Config) -> None:
     at_least_1 = (
         "train_batch_size", "ppo_mini_batch_size", "n", "ppo_epochs", "max_prompt_length",
         "max_response_length", "ppo_micro_batch_size_per_gpu", "tensor_parallel_size",
-        "max_num_seqs", "val_n",
+        "max_num_seqs", "val_n", "ulysses_sequence_parallel_size",
     )
     above_0 = (
         "lr", "critic_lr", "max_grad_norm", "reward_timeout", "horizon", "target_kl",
@@ -354,6 +339,33 @@ def _check_saving(c: Config) -> None:
         c.resume != "latest" or c.run_name,
         "resume is latest and run_name is empty: which run? Name it with --run-name",
     )
+
+
+def _check_ranks(c: Config, world_size: int) -> None:
+    """Groups divide the ranks, and the longest sequence fits into those that compute it."""
+    for name in ("tensor_parallel_size", "ulysses_sequence_parallel_size"):
+        _require(
+            world_size % getattr(c, name) == 0,
+            f"{name} {getattr(c, name)} does not divide the {world_size} ranks: change it or "
+            "--nproc_per_node",
+        )
+    _require(
+        world_size % (c.fsdp_size or 1) == 0,
+        f"fsdp_size {c.fsdp_size} does not divide the {world_size} ranks: change it, 0 is all",
+    )
+    longest = c.max_prompt_length + c.max_response_length
+    part = -(-longest // c.ulysses_sequence_parallel_size)  # of one rank
+    caps = ["ppo_max_token_len_per_gpu"]
+    caps += [name for name in ("critic_ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu")
+             if getattr(c, name)]
+    for name in caps if c.use_dynamic_bsz else ():
+        _require(
+            getattr(c, name) >= part,
+            f"{name} {getattr(c, name)} is smaller than the longest sequence, max_prompt_length "
+            f"{c.max_prompt_length} + max_response_length {c.max_response_length} = {longest}: "
+            f"raise it to {part} or more, or ulysses_sequence_parallel_size, which is "
+            f"{c.ulysses_sequence_parallel_size}",
+        )
 
 
 def _check_steps(c: Config) -> None:
@@ -404,6 +416,11 @@ def check_model(c: Config, folder: str) -> None:
         heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0),
         f"tensor_parallel_size {parts} does not divide the model's {heads} attention heads and "
         f"{kv_heads} key-value heads",
+    )
+    _require(
+        heads % c.ulysses_sequence_parallel_size == 0,
+        f"ulysses_sequence_parallel_size {c.ulysses_sequence_parallel_size} does not divide the "
+        f"model's {heads} attention heads",
     )
     size = rollout.cache_bytes_per_token(folder, getattr(torch, c.dtype), parts)
     tokens = int(c.kv_cache_gib * 2**30 / size)

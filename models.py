@@ -2,6 +2,7 @@
 
     T  packed tokens of a micro-batch, several sequences one behind the other, no padding between
     K  response tokens of it        D  hidden width        V  vocabulary
+    U  ranks that compute a micro-batch together (1 unless ulysses_sequence_parallel_size is set)
 
 The networks themselves are the transformers library's. Ours is what lies around them: one attention
 function that keeps packed sequences apart, and heads that look at the K places that matter only, so
@@ -14,6 +15,7 @@ import shutil
 import string
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,7 @@ def packed_attention(
     scaling: float | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    share: Any = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each packed sequence:
@@ -64,6 +67,9 @@ def packed_attention(
     int32 are the borders, `max_seqlen` the longest; both travel from Actor.forward through every
     transformers layer as plain keyword arguments. (transformers' own detection of packing is not
     used: it leaks across sequences without an error as soon as a cache or a mask exists.)
+
+    With a `share` (Pack.share) this rank has T/U of the tokens, in and out; the borders are those
+    of the whole pack. In between it has all tokens of a part of the heads.
     Test: test_models.py::test_no_gradient_crosses_a_border
     """
     if cu_seqlens is None or attention_mask is not None:
@@ -74,7 +80,32 @@ def packed_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     in_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attend = _attend_varlen if in_kernel else _attend_each
-    return attend(query, key, value, cu_seqlens, max_seqlen, scaling)[None], None
+    if share is not None:
+        query, key, value = _whole_sequence(query, key, value, share)
+    out = attend(query, key, value, cu_seqlens, max_seqlen, scaling)
+    return (out if share is None else _whole_heads(out, share))[None], None
+
+
+def _whole_sequence(query: Tensor, key: Tensor, value: Tensor, share: Any) -> list[Tensor]:
+    """[T/U, heads, d] each, of this rank's tokens -> [T, heads/U, d], of this rank's heads.
+
+    One exchange for all three. Key-value heads that do not divide by U are copied, side by side, up
+    to the next number that does: query heads i .. i + g - 1 still find theirs at i/g.
+    """
+    copies = 1
+    while key.shape[1] * copies % share.size:
+        copies += 1
+    if copies > 1:
+        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+    parts = [x.unflatten(1, (share.size, -1)).transpose(0, 1) for x in (query, key, value)]
+    mixed = share.exchange(torch.cat(parts, dim=2))  # [U, T/U, heads/U, d]: part s is of slice s
+    return mixed.flatten(0, 1).split([part.shape[2] for part in parts], dim=1)
+
+
+def _whole_heads(out: Tensor, share: Any) -> Tensor:
+    """The way back: [T, heads/U, d] -> [T/U, heads, d]."""
+    parts = share.exchange(out.unflatten(0, (share.size, -1)))  # [U, T/U, heads/U, d]
+    return parts.transpose(0, 1).flatten(1, 2)
 
 
 def _attend_varlen(
@@ -134,7 +165,7 @@ class Actor(nn.Module):
                 outputs.append(checkpoint(self._head, *arguments, use_reentrant=False))
             else:
                 outputs.append(self._head(*arguments))
-        log_probs, *entropy = [torch.cat(parts) for parts in zip(*outputs)]
+        log_probs, *entropy = [_whole(pack, torch.cat(parts)) for parts in zip(*outputs)]
         return (log_probs, *entropy) if return_entropy else log_probs
 
     def _head(
@@ -166,17 +197,23 @@ class Critic(nn.Module):
         """
         hidden = _hidden_states(self.hf, pack)[pack.hidden_rows]
         # a copy: FSDP2's backward hook does not survive on a view
-        return self.hf.score(hidden).squeeze(-1).float().clone()
+        return _whole(pack, self.hf.score(hidden).squeeze(-1).float().clone())
+
+
+def _whole(pack: Pack, x: Tensor) -> Tensor:
+    """[K] of all response tokens of the pack, also where other ranks computed some of them."""
+    return x if pack.share is None else pack.share.gather(x)
 
 
 def _hidden_states(hf: nn.Module, pack: Pack) -> Tensor:
-    """Last hidden states [T, D] of the trunk."""
+    """Last hidden states [T, D] of the trunk; [T/U, D] of a shared pack."""
     output = hf.base_model(
         input_ids=pack.input_ids[None],
         position_ids=pack.position_ids[None],
         use_cache=False,
         cu_seqlens=pack.cu_seqlens,
         max_seqlen=pack.max_seqlen,
+        share=pack.share,
     )
     return output.last_hidden_state[0]
 

@@ -10,7 +10,8 @@ the *global* batch, so whatever is not a forward or a backward is ordinary singl
 all ranks compute alike. The number of ranks, packing and the cut into micro-batches are not
 mathematics: every loss is a sum over a count of the whole mini-batch.
 
-Collectives: on weights and gradients in resharding.py, all others in this file.
+Collectives: on weights and gradients, and inside a micro-batch that ranks share, in resharding.py;
+all others in this file.
 Letters: B sequences of the global batch, R padded response width, b rows and K response tokens of
 one packed micro-batch, W ranks.
 """
@@ -339,11 +340,20 @@ class Experience:
 
 
 def micro_batches(lengths: Tensor, cap: int, run: Run) -> list[list[int]]:
-    """This rank's micro-batches of rows with these `lengths`: balanced, as many on every rank."""
-    size = None
+    """This rank's micro-batches of rows with these `lengths`: balanced, as many on every rank. Of
+    one that ranks share each holds a part, so its cap is theirs together."""
+    shared, size = run.config.ulysses_sequence_parallel_size, None
+    cap, groups = cap * shared, run.world.size // shared
     if not run.config.use_dynamic_bsz:
         cap, size = None, run.config.ppo_micro_batch_size_per_gpu
-    return data.split_micro_batches(lengths, cap, run.world.size, size)[run.world.rank]
+    return data.split_micro_batches(lengths, cap, groups, size)[run.world.rank // shared]
+
+
+def make_pack(batch: data.Batch, rows: Tensor | list[int], run: Run) -> data.Pack:
+    """A micro-batch as the networks take it: whole, or this rank's share of it."""
+    shared = run.config.ulysses_sequence_parallel_size
+    pack = data.pack(batch, rows, pad_to=shared)
+    return resharding.share_pack(pack, shared).to(run.world.device)
 
 
 @torch.no_grad()
@@ -357,14 +367,15 @@ def forward_all(model: nn.Module, batch: data.Batch, run: Run, **options) -> lis
     results = None
     with resharding.kept_whole(model):
         for rows in micro_batches(batch.lengths, cap, run):
-            pack = data.pack(batch, rows).to(run.world.device)
+            pack = make_pack(batch, rows, run)
             outputs = model(pack, **options)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if results is None:
                 shape = batch.response_mask.shape
                 results = [torch.zeros(shape, device=run.world.device) for _ in outputs]
             for result, output in zip(results, outputs):
-                result[pack.rows] = data.unpack(pack, output, result.shape[1])
+                if run.world.rank % run.config.ulysses_sequence_parallel_size == 0:
+                    result[pack.rows] = data.unpack(pack, output, result.shape[1])
     return [all_reduce_sum(result) for result in results]
 
 
@@ -451,11 +462,12 @@ def update_actor(
         norm=config.loss_scale_factor or config.max_response_length,
     )
     parts = micro_batches(batch.lengths[rows], config.ppo_max_token_len_per_gpu, run)
-    share = 1 / len(parts) / run.world.size  # the parts of all ranks count as one mini-batch
+    # the parts of all ranks count as one mini-batch, shared ones once
+    share = config.ulysses_sequence_parallel_size / len(parts) / run.world.size
     with resharding.kept_whole(model):
         for i, part in enumerate(parts):
             model.set_requires_gradient_sync(i == len(parts) - 1)  # sum over ranks once a step
-            pack = data.pack(batch, rows[part]).to(run.world.device)
+            pack = make_pack(batch, rows[part], run)
             at, mask = pack.rows, exp.mask[pack.rows]
             outputs = model(pack, config.temperature, return_entropy=config.entropy_coeff != 0)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -478,9 +490,9 @@ def update_actor(
                 metrics.add("actor/kl_loss", kl_loss, share)
             loss.backward()
             metrics.add("actor/pg_loss", pg_loss, share)
-            metrics.add("actor/pg_clipfrac", sums["clip_frac"], len(pack.targets))
-            metrics.add("actor/pg_clipfrac_lower", sums["clip_frac_lower"], len(pack.targets))
-            metrics.add("actor/ppo_kl", sums["approx_kl"], len(pack.targets))
+            metrics.add("actor/pg_clipfrac", sums["clip_frac"], len(pack.columns))
+            metrics.add("actor/pg_clipfrac_lower", sums["clip_frac_lower"], len(pack.columns))
+            metrics.add("actor/ppo_kl", sums["approx_kl"], len(pack.columns))
     optimizer_step(run.actor, "actor", config.max_grad_norm, metrics)
 
 
@@ -497,11 +509,11 @@ def update_critic(
     num_tokens = int(batch.response_mask[rows].sum())
     cap = config.critic_ppo_max_token_len_per_gpu or 2 * config.ppo_max_token_len_per_gpu
     parts = micro_batches(batch.lengths[rows], cap, run)
-    share = 1 / len(parts) / run.world.size
+    share = config.ulysses_sequence_parallel_size / len(parts) / run.world.size
     with resharding.kept_whole(model):
         for i, part in enumerate(parts):
             model.set_requires_gradient_sync(i == len(parts) - 1)  # sum over ranks once a step
-            pack = data.pack(batch, rows[part]).to(run.world.device)
+            pack = make_pack(batch, rows[part], run)
             at, mask = pack.rows, exp.mask[pack.rows]
             value_preds = data.unpack(pack, model(pack), mask.shape[1])
             per_token, sums = losses.compute_value_loss(
@@ -510,8 +522,8 @@ def update_critic(
             loss = losses.aggregate(per_token, mask, "token-mean", num_tokens, len(rows))
             loss.backward()
             metrics.add("critic/vf_loss", loss, share)
-            metrics.add("critic/vf_clipfrac", sums["clip_frac"], len(pack.targets))
-            metrics.add("critic/vpred_mean", sums["value_pred"], len(pack.targets))
+            metrics.add("critic/vf_clipfrac", sums["clip_frac"], len(pack.columns))
+            metrics.add("critic/vpred_mean", sums["value_pred"], len(pack.columns))
     optimizer_step(run.critic, "critic", config.max_grad_norm, metrics)
 
 

@@ -8,12 +8,15 @@
     disk       a checkpoint holds the shards and what the optimizers keep of them, to be cut anew
                over any number of ranks, and the whole weights as a Hugging Face folder.
 
-Every collective on weights and gradients is in this file; FSDP2 issues its own inside the modules'
-forward and backward. One sum, no mean: nothing here divides by the number of ranks.
+Every collective on weights and gradients is in this file, and those between ranks that compute one
+micro-batch together; FSDP2 issues its own inside the modules' forward and backward. One sum, no
+mean: nothing here divides by the number of ranks.
 """
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -333,6 +337,85 @@ def _part_of(full: Tensor, shape: torch.Size, member: int, members: int) -> Tens
         start = member // copies * size
         where.append(slice(start, start + size))
     return full[tuple(where)]
+
+
+# ---- one micro-batch on several ranks (sequence parallel, "Ulysses", arXiv 2309.14509)
+
+
+def share_pack(pack: Any, size: int) -> Any:
+    """`pack` (data.Pack) as this rank sees it when `size` consecutive ranks compute it together: its
+    slice of the tokens, and the outputs x_r of the response tokens that are predicted there.
+
+        dL/dtheta = sum_r dL/dx_r dx_r/dtheta
+
+    Position ids, and the borders of the sequences, are those of the whole pack, so a sequence goes
+    on across a cut. The networks return all [K] outputs on every rank of the group, in the pack's
+    order, so each has the same loss L, and differentiates it by its own x_r. FSDP2 sums gradients
+    over the ranks: that is the sum above, and there is no factor.
+    Test: test_ulysses.py::test_a_shared_pack_gives_the_outputs_and_gradients_of_the_whole
+    """
+    if size == 1:
+        return pack
+    group = _sequence_group(size)
+    width, rest = divmod(len(pack.input_ids), size)
+    if rest:
+        raise ValueError(f"{size} ranks cannot share {len(pack.input_ids)} tokens: use pad_to")
+    start = dist.get_rank(group) * width
+    tokens = slice(start, start + width)
+    ends = pack.hidden_rows.new_tensor([tokens.start, tokens.stop])
+    first, last = torch.searchsorted(pack.hidden_rows, ends).tolist()  # places rise within a pack
+    return dataclasses.replace(
+        pack,
+        input_ids=pack.input_ids[tokens],
+        position_ids=pack.position_ids[tokens],
+        hidden_rows=pack.hidden_rows[first:last] - start,
+        targets=pack.targets[first:last],
+        share=PackShare(group, size, first, len(pack.targets) - last),
+    )
+
+
+@functools.cache
+def _sequence_group(size: int) -> dist.ProcessGroup:
+    """The `size` consecutive ranks that this one is among. Collective when first asked for."""
+    return dist.new_subgroups(size)[0]
+
+
+@dataclasses.dataclass
+class PackShare:
+    """What the ranks of a shared pack exchange; models.py calls it."""
+
+    group: dist.ProcessGroup
+    size: int
+    before: int  # response tokens of the pack that lower ranks have
+    after: int  # and higher ones
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """x [U, ...]: part s goes to rank s of the group, and rank s's comes in its place."""
+        return _Exchange.apply(x, self.group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [k] of this rank's response tokens -> [K] of all. The others' are constants here: every
+        rank computes the same loss, and differentiates it by its own tokens alone."""
+        whole = F.pad(x.detach(), (self.before, self.after))
+        dist.all_reduce(whole, group=self.group)  # one rank has the number, the others 0
+        return torch.cat([whole[: self.before], x, whole[self.before + len(x) :]])
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of equal parts. What went from rank a to rank b has its gradient on b: the way
+    back is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(gradient, ctx.group), None
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:

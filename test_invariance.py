@@ -1,6 +1,6 @@
 """The lesson of the whole update: how a step is computed is not mathematics.
 
-Run alone:  python -m pytest -q test_invariance.py     (about a minute, CPU, 1 to 3 gloo ranks)
+Run alone:  python -m pytest -q test_invariance.py     (about a minute, CPU, 1 to 4 gloo ranks)
 
 WAYS is the claim, one row each: the same data and the same weights, computed another way, are the
 same step. `step` makes it with the product's own functions: the passes of phases 6 to 8, and for
@@ -103,6 +103,12 @@ WAYS = {
     "seven rows of logits": way("mean of the chunk", (models, "LOGITS_CHUNK", 7)),
     "fsdp_size 1": way("copies that do not talk", ranks=2, fsdp_size=1),
     "weights kept for the backward": way("stale weights", ranks=2, reshard_after_forward=False),
+    "two ranks share a pack": way("each copy pulls", ranks=2, ulysses_sequence_parallel_size=2),
+    "four ranks share, cap of 27": way(
+        "positions restart", ranks=4, ulysses_sequence_parallel_size=4, **caps(27)),
+    "two pairs share": way(
+        "own tokens alone", ranks=4, ulysses_sequence_parallel_size=2, fsdp_size=2, **caps(60),
+        gradient_checkpointing=True),
     "all at once": way(
         "own count", ranks=3, order=SHUFFLED, columns=5, fill=NAN, pad_id=9, **caps(108),
         gradient_checkpointing=True, reshard_after_forward=False),
@@ -332,7 +338,8 @@ def differing(found, expected):
 
 aggregate, attend_each, pack = losses.aggregate, models._attend_each, data.pack
 group_statistics, head, add = losses._group_statistics, models.Actor._head, Metrics.add
-shard_model = resharding.shard_model
+shard_model, share_pack, gather = (
+    resharding.shard_model, resharding.share_pack, resharding.PackShare.gather)
 
 
 def own_count(loss, mask, mode, num_tokens, num_sequences, norm=None):
@@ -426,6 +433,17 @@ def kept_for_ever(model):
         resharding._reshard(model)
 
 
+def positions_restart(pack, size):
+    """Each rank counts its own tokens."""
+    share = share_pack(pack, size)
+    return dataclasses.replace(share, position_ids=torch.arange(len(share.position_ids)))
+
+
+def each_copy_pulls(self, x):
+    """The ranks that share a loss pull as if each had one of its own."""
+    return gather(self, x * self.size - (self.size - 1) * x.detach())
+
+
 FAULTS = {
     "own count": (losses, "aggregate", own_count),
     "metric of the last part": (Metrics, "add", last_part),
@@ -443,6 +461,9 @@ FAULTS = {
     "mean of the chunk": (models.Actor, "_head", centred_chunk),
     "copies that do not talk": (resharding, "shard_model", silent_copies),
     "stale weights": (resharding, "kept_whole", kept_for_ever),
+    "positions restart": (resharding, "share_pack", positions_restart),
+    "each copy pulls": (resharding.PackShare, "gather", each_copy_pulls),
+    "own tokens alone": (resharding.PackShare, "exchange", lambda self, x: x),
 }
 
 
@@ -458,7 +479,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    groups = {size: Ranks(size) for size in (1, 2, 3)}
+    groups = {size: Ranks(size) for size in (1, 2, 3, 4)}
     yield groups
     for group in groups.values():
         group.close()

@@ -33,9 +33,10 @@ BUDGETS = {
     "resharding.py": 450,
     "losses.py": 400,
 }
-# The six of the design under 2,200 (saving, resuming, exporting and signals are 270 of them); the
-# others watch and describe a run, and can be read apart.
-TOTAL = 2980
+# The six of the design under 2,250: saving, resuming and exporting are 200 lines of them, sequence
+# parallelism (what is cut, exchanged and put together again, each written out) 75. The others watch
+# and describe a run, and can be read apart.
+TOTAL = 3060
 OTHERS = ("config.py", "metrics.py", "checkpoints.py", "evaluation.py", "mirrors.py")
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
@@ -87,7 +88,7 @@ def test_file_is_within_its_budget(name):
 def test_all_files_together_are_within_the_budget():
     counts = {name: len(code_lines((HERE / name).read_text())) for name in BUDGETS}
     assert sum(counts.values()) <= TOTAL
-    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2200
+    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2250
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -219,7 +220,7 @@ def test_ci_runs_what_the_readme_says():
 # The pages in docs/ that name code and tests
 
 # Kinds whose feature is not built yet: whoever builds it fills the row and takes the kind off here.
-COMES_LATER = {"K43": "sequence parallel"}
+COMES_LATER: dict[str, str] = {}
 
 
 def names_in(file: str) -> set[str]:
