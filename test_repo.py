@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 # tensors or ranks. evaluation.py took work off the loop.
 BUDGETS = {
     "ppo_fsdp.py": 550,
-    "config.py": 300,  # an option and its checks are three lines; about 100 are to come
+    "config.py": 350,  # an option and its checks are three lines; about 120 are to come
     "metrics.py": 200,
     "checkpoints.py": 120,
     "evaluation.py": 150,
@@ -33,10 +33,10 @@ BUDGETS = {
     "resharding.py": 450,
     "losses.py": 400,
 }
-# The six of the design under 2,250: saving, resuming and exporting are 200 lines of them, sequence
+# The six of the design under 2,300: saving, resuming and exporting are 200 lines of them, sequence
 # parallelism (what is cut, exchanged and put together again, each written out) 75. The others watch
 # and describe a run, and can be read apart.
-TOTAL = 3060
+TOTAL = 3100
 OTHERS = ("config.py", "metrics.py", "checkpoints.py", "evaluation.py", "mirrors.py")
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
@@ -88,7 +88,7 @@ def test_file_is_within_its_budget(name):
 def test_all_files_together_are_within_the_budget():
     counts = {name: len(code_lines((HERE / name).read_text())) for name in BUDGETS}
     assert sum(counts.values()) <= TOTAL
-    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2250
+    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2300
 
 
 @pytest.mark.parametrize("name", BUDGETS)
