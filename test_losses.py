@@ -1050,6 +1050,11 @@ def test_rollout_weights_survive_an_engine_that_gives_none():
             far, torch.zeros(2, 2), ones(far), level, INF)
         same(weights, [[math.exp(20)] * 2, [math.exp(-20)] * 2])
         assert all(torch.isfinite(metric) for metric in metrics.values())
+    # The sum is what is clamped, not its parts: 30 - 29 = 1, where 20 - 20 would be 0.
+    opposite = torch.tensor([[30.0, -29.0]])
+    weights, _ = losses.compute_rollout_weights(
+        opposite, torch.zeros(1, 2), ones(opposite), "sequence", INF)
+    same(weights, [[math.e] * 2])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -253,6 +253,56 @@ def test_packed_attention_refuses_what_it_does_not_compute():
         models.build_actor(tiny()).hf(torch.tensor([[3, 4, 5]]))
 
 
+def attention_by_its_formula(query, key, value, borders, scale, left=-1, right=0):
+    """out_i = sum_j softmax_j(scale q_i k_j) v_j, a token and a head at a time, over the places j
+    of i's own sequence with i - left <= j <= i + right (-1: no bound); [T, heads, d]."""
+    groups = query.shape[1] // key.shape[1]
+    out = torch.zeros_like(query)
+    for start, end in zip(borders[:-1].tolist(), borders[1:].tolist()):
+        for i in range(start, end):
+            first = start if left < 0 else max(start, i - left)
+            last = end if right < 0 else min(end, i + right + 1)
+            for head in range(query.shape[1]):
+                seen = key[first:last, head // groups]
+                weights = (scale * seen @ query[i, head]).softmax(0)
+                out[i, head] = weights @ value[first:last, head // groups]
+    return out
+
+
+def test_attention_has_the_models_own_scale():
+    """With scores scaled by 0.9 the formula's numbers. 1 / sqrt(8) = 0.35, which is what most
+    models have and what a forgotten scale would become, gives others."""
+    query, key, value = torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8)
+    borders = torch.tensor([0, 4, 6], dtype=torch.int32)
+    packed = [x.transpose(0, 1)[None] for x in (query, key, value)]
+    places = dict(cu_seqlens=borders, max_seqlen=4)
+    out, _ = models.packed_attention(None, *packed, None, scaling=0.9, **places)
+    same(out[0], attention_by_its_formula(query, key, value, borders, 0.9))
+    other = attention_by_its_formula(query, key, value, borders, 8**-0.5)
+    assert (out[0] - other).abs().max() > 0.1
+
+
+def test_the_kernel_is_asked_for_the_same_attention():
+    """The flash kernel, which no CPU has, played by the formula with the kernel's own defaults (all
+    places are seen, scale 1 / sqrt(d)): what it is asked for is the CPU's result. It gets the
+    longest sequence as the bound of both sides, and the same borders twice."""
+    from torch.nn.attention import varlen
+
+    def kernel(
+        query, key, value, query_borders, key_borders, longest_query, longest_key, *,
+        scale=None, window_size=(-1, -1),
+    ):
+        assert torch.equal(query_borders, key_borders)
+        assert longest_query == longest_key == query_borders.diff().max()
+        scale = scale or query.shape[-1] ** -0.5
+        return attention_by_its_formula(query, key, value, key_borders, scale, *window_size)
+
+    arguments = [torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8)]
+    arguments += [torch.tensor([0, 4, 6], dtype=torch.int32), 4, 0.9]
+    with replaced(varlen, "varlen_attn", kernel):
+        same(models._attend_varlen(*arguments), models._attend_each(*arguments))
+
+
 # ---------------------------------------------------------------------------------------------
 # Chunks, checkpoints, empty packs
 
