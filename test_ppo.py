@@ -825,6 +825,107 @@ def test_networks_have_the_schedules_of_the_steps_they_take(ranks):
     assert same and trained == [True, False] and nothing == (None, None)
 
 
+def prepared(world, config):
+    """(what `setup` makes, what it asks of engine and networks) without making either."""
+    asked = {}
+
+    def engine(path, stop_token_ids, **options):
+        asked["engine"] = dict(path=path, stop_token_ids=stop_token_ids, **options)
+
+    def networks(config, path, world, num_steps, critic_path):
+        asked["networks"] = dict(path=path, critic_path=critic_path, num_steps=num_steps)
+        return None, None, None
+
+    fakes = [
+        (rollout, "build_engine", engine), (rollout, "sleep", lambda engine: None),
+        (ppo_fsdp, "build_networks", networks),
+    ]
+    with contextlib.ExitStack() as stack:
+        for fake in fakes:
+            stack.enter_context(replaced(*fake))
+        run = ppo_fsdp.setup(config, world)
+    run.reward.close()
+    control = vars(run.controller)
+    return run.train_prompts, run.val_prompts, run.num_steps, control, asked, run.reward._timeout
+
+
+def test_the_set_up_hears_every_option(ranks, files, tmp_path):
+    """Each setting that `setup` hands on has a value here that no default has, and arrives. Of five
+    training prompts of 3 to 7 letters and max_prompt_length 6, the template's newline counted,
+    three are kept: 4 epochs of them in batches of 2 are 12 // 2 = 6 steps. The folder declares
+    two end tokens: the engine gets both."""
+    for name, letters, count in (("train", 3, 7), ("val", 4, 9)):
+        rows = [{"q": "abcdefghijkl"[: letters + i], "a": str(i)} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folder, critic = tmp_path / "actor", tmp_path / "critic"
+    for seed, path in enumerate((folder, critic)):
+        models.write_tiny(path, seed=seed)
+    ends = folder / "generation_config.json"
+    ends.write_text(json.dumps(json.loads(ends.read_text()) | {"eos_token_id": [1, 9]}))
+    engine = dict(
+        max_num_seqs=3, max_num_batched_tokens=77, gpu_memory_utilization=0.11, kv_cache_gib=0.01,
+        seed=23, tensor_parallel_size=1, enforce_eager=True, cudagraph_capture_sizes=(1, 4),
+        free_cache_engine=True,
+    )
+    changes = dict(
+        model_path=str(folder), critic_model_path=str(critic), run_name="set-up", instruction="",
+        train_data=str(tmp_path / "train.jsonl"), val_data=str(tmp_path / "val.jsonl"),
+        prompt_column="q", answer_column="a", train_max_samples=5, val_max_samples=2,
+        max_prompt_length=6, max_response_length=5, train_batch_size=2, ppo_mini_batch_size=1,
+        total_training_steps=0, total_epochs=4, reward_timeout=7.5, dtype="bfloat16",
+        kl_ctrl_type="adaptive", kl_coef=0.03, target_kl=0.07, horizon=321,
+    )
+    ((train, val, steps, control, asked, timeout),) = ranks[1](
+        prepared, small(files, **(changes | engine)))
+    assert [prompt.text for prompt in train] == ["abc", "abcd", "abcde"]
+    assert [prompt.text for prompt in val] == ["abcd", "abcde"]
+    assert steps == 6 and timeout == 7.5
+    assert control == dict(kl_coef=0.03, kind="adaptive", target_kl=0.07, horizon=321)
+    assert asked["networks"] == dict(path=str(folder), critic_path=str(critic), num_steps=6)
+    assert asked["engine"] == engine | dict(
+        path=str(folder), stop_token_ids=[1, 9], dtype=torch.bfloat16, max_model_len=11, rank=0,
+        world_size=1,
+    )
+
+
+def test_evaluation_asks_what_training_never_asks(ranks, files):
+    """Without val_data the questions are val_split of the training data, drawn from the run's
+    seed: the very prompts that `data.load_prompts` gives for that split and seed."""
+    source = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=4&max_digits=4"
+    changes = dict(
+        train_data=source, train_max_samples=20, val_max_samples=9, max_prompt_length=112, seed=6,
+        reward="", run_name="splits",
+    )
+    ((train, val, *_),) = ranks[1](prepared, small(files, **changes))
+    tokenizer = models.load_tokenizer(models.resolve_model("tiny", CACHE))
+    for found, split, count in ((train, "train", 20), (val, "test", 9)):
+        options = dict(instruction="", max_samples=count, seed=6)
+        assert found == data.load_prompts(source, tokenizer, split, **options)
+    assert not {prompt.text for prompt in train} & {prompt.text for prompt in val}
+
+
+def two_folders(world, folder, critic):
+    """(is the critic's trunk that of its folder, are actor and reference those of theirs)"""
+    config = config_of(dtype="float32")
+    networks = ppo_fsdp.build_networks(config, folder, world, 3, critic)
+    answers = []
+    for network, path in zip(networks, (folder, critic, folder)):
+        ours = dict(resharding.full_params(getattr(network, "model", network)))
+        name = "model.embed_tokens.weight"
+        theirs = dict(models.build_actor(path).hf.named_parameters())[name]
+        answers.append(torch.equal(ours[name], theirs))
+    return answers
+
+
+def test_the_critic_may_start_from_a_folder_of_its_own(ranks, tmp_path):
+    """Two tiny models of different seeds: the actor and the reference are the first, the critic's
+    trunk is the second."""
+    for seed, name in enumerate(("actor", "critic")):
+        models.write_tiny(tmp_path / name, seed=seed)
+    folders = str(tmp_path / "actor"), str(tmp_path / "critic")
+    assert ranks[1](two_folders, *folders) == [[True, True, True]]
+
+
 def loop_without_an_engine(world, files, changes):
     """A whole run whose engine is a recorder: what the loop asks of it, in order."""
     calls = []
