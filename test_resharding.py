@@ -602,8 +602,8 @@ def fused(got):
     return {name: torch.cat(pieces) for name, pieces in result.items()}
 
 
-def both_routes(world, name, padded_rows):
-    network = sharded_network(name=name)
+def both_routes(world, name, padded_rows, fsdp_size=0):
+    network = sharded_network(name=name, mesh=resharding.make_mesh(fsdp_size))
     engine = Storage(world.size, plain_network(name=name), padded_rows)
     with torch.no_grad():
         network(data.pack(batch_of(), range(6)))  # leaves the parameters unsharded, as phase 6 does
@@ -623,6 +623,12 @@ def test_the_direct_route_is_the_portable_one_bit_by_bit(two_ranks, name, padded
     """Rows of q, then of k, then of v: a gather of each shard into its rows of the fused weight
     leaves the bits that vLLM's loader would leave, and no bit elsewhere."""
     assert two_ranks(both_routes, name, padded_rows) == [True, True]
+
+
+def test_ranks_that_hold_copies_gather_among_their_own_row(two_ranks):
+    """fsdp_size 1: each rank has the whole of every weight, so there is nothing to gather from the
+    other; a gather over all ranks would ask for twice the rows."""
+    assert two_ranks(both_routes, "tiny", 0, 1) == [True, True]
 
 
 def test_one_rank_needs_one_copy_and_no_collective():
