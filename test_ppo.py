@@ -1088,6 +1088,7 @@ REFUSED = [
     (dict(temperature=0.0), 1, ["temperature", "0.0", "--val-temperature"]),
     (dict(temperature=-1.0), 1, ["temperature", "-1.0"]),
     (dict(adv_estimator="grpo", n=1), 1, ["grpo", "n is 1"]),
+    (dict(adv_estimator="rloo", n=1), 1, ["rloo", "n is 1"]),
     (dict(train_batch_size=0), 1, ["train_batch_size", "0"]),
     (dict(n=0), 1, ["n is 0"]),
     (dict(ppo_epochs=0), 1, ["ppo_epochs", "0"]),

@@ -212,6 +212,32 @@ def test_readme_options_and_presets_exist():
         assert preset in PRESETS, preset
 
 
+def test_presets_have_the_numbers_that_the_pages_say():
+    """Sentences of the README, with the numbers of the presets put in; and, as docs/objectives.md
+    says, a KL is k1 in the reward, and in the loss, where it is switched on, verl's k3."""
+    from config import PRESETS, parse_config
+
+    presets = {name: parse_config(["--preset", name]) for name in PRESETS}
+    assert parse_config([]) == presets["gsm8k"]
+    for name, sentence in (
+        ("gsm8k", "{train_batch_size} prompts a step, mini-batches of {ppo_mini_batch_size}"),
+        ("gsm8k", "with {gamma:g}, {lam:g}, one epoch, {kl_ctrl_type} {kl_coef}"),
+        ("mission", "gamma {gamma}, lambda {lam}, {ppo_epochs} epochs"),
+        ("mission", "{kl_ctrl_type} KL control with target {target_kl}"),
+        ("mission", "KL in the reward and in the loss, both {kl_coef}"),
+        ("qwen2-7b", "{train_batch_size} prompts, mini-batches of {ppo_mini_batch_size}"),
+        ("qwen2-7b", "{ppo_max_token_len_per_gpu:,} tokens"),
+        ("smollm2", "ten steps of {train_batch_size} prompts"),
+        ("smollm2", "{val_max_samples} held-out prompts"),
+    ):
+        assert sentence.format(**vars(presets[name])) in README, (name, sentence)
+    assert presets["gsm8k"].ppo_epochs == 1 and presets["smollm2"].total_training_steps == 10
+    mission = presets["mission"]
+    assert mission.use_kl_loss and mission.kl_coef == mission.kl_loss_coef
+    for config in presets.values():
+        assert config.use_kl_in_reward and (config.kl_penalty, config.kl_loss_type) == ("k1", "k3")
+
+
 def test_ci_runs_what_the_readme_says():
     assert "make test" in README and "make test" in (HERE / ".ci" / "run").read_text()
 
