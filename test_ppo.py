@@ -424,6 +424,52 @@ def test_every_answer_gets_the_score_of_its_own_prompt(ranks, files):
             assert pairs == [(i, float(i)) for i in range(count) for _ in range(n)]
 
 
+def timed_out(world, count):
+    """The metric of a step in which the reward gives no answer for even prompts."""
+    def reward(prompt, response, answer):
+        if int(prompt) % 2 == 0:
+            raise data.RewardTimeout("planted")
+        return 1.0
+
+    tokenizer = models.load_tokenizer(models.resolve_model("tiny", CACHE))
+    run = types.SimpleNamespace(world=world, tokenizer=tokenizer, reward=reward)
+    answers = [data.Rollout(data.Prompt(i, [3], "", str(i)), [5], "stop") for i in range(count)]
+    metrics = ppo_fsdp.Metrics(world)
+    ppo_fsdp.score(answers, run, metrics)
+    return metrics.reduce(ppo_fsdp.all_reduce_sum)["reward/reward_timeouts"]
+
+
+def test_timeouts_of_all_ranks_are_counted(ranks):
+    """7 prompts, of which 0, 2, 4 and 6 time out, all on rank 0: 4, and not the ranks' mean of 2.
+    The same on one rank."""
+    assert ranks[2](timed_out, 7) == [4, 4] and ranks[1](timed_out, 7) == [4]
+
+
+@pytest.mark.parametrize("dtype, expected", [("float32", 1e-3), ("bfloat16", 0.3)])
+def test_a_published_engine_may_be_off_by_rounding_alone(dtype, expected):
+    """The README's limit, 1e-3 nats a token in float32; in bfloat16, whose logits between 16 and 32
+    are 0.125 apart, 0.3. The gap that was found is reported."""
+    limits = []
+
+    def check(model, engine, probe, limit):
+        limits.append(limit)
+        return 0.05
+
+    run = types.SimpleNamespace(
+        config=config_of(dtype=dtype), num_publishes=0, engine=None, probe=None,
+        actor=types.SimpleNamespace(model=None),
+    )
+    metrics = ppo_fsdp.Metrics(WORLD)
+    with contextlib.ExitStack() as stack:
+        for owner, name, fake in (
+            (rollout, "wake_up", lambda *_: None), (resharding, "check_published", check),
+            (resharding, "publish_weights", lambda *_: None),
+        ):
+            stack.enter_context(replaced(owner, name, fake))
+        ppo_fsdp.publish(run, metrics)
+    assert limits == [expected] and metrics.known["training/publish_gap"] == 0.05
+
+
 # ---------------------------------------------------------------------------------------------
 # The update, written out: one process, no engine, no shards
 
@@ -851,10 +897,10 @@ def prepared(world, config):
 
 def test_the_set_up_hears_every_option(ranks, files, tmp_path):
     """Each setting that `setup` hands on has a value here that no default has, and arrives. Of five
-    training prompts of 3 to 7 letters and max_prompt_length 6, the template's newline counted,
-    three are kept: 4 epochs of them in batches of 2 are 12 // 2 = 6 steps. The folder declares
-    two end tokens: the engine gets both."""
-    for name, letters, count in (("train", 3, 7), ("val", 4, 9)):
+    training prompts of 1 to 5 letters and max_prompt_length 6, of which 3 are for the instruction
+    " ?" and the template's newline, three are kept: 4 epochs of them in batches of 2 are
+    12 // 2 = 6 steps. The folder declares two end tokens: the engine gets both."""
+    for name, letters, count in (("train", 1, 7), ("val", 2, 9)):
         rows = [{"q": "abcdefghijkl"[: letters + i], "a": str(i)} for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     folder, critic = tmp_path / "actor", tmp_path / "critic"
@@ -868,7 +914,7 @@ def test_the_set_up_hears_every_option(ranks, files, tmp_path):
         free_cache_engine=True,
     )
     changes = dict(
-        model_path=str(folder), critic_model_path=str(critic), run_name="set-up", instruction="",
+        model_path=str(folder), critic_model_path=str(critic), run_name="set-up", instruction="?",
         train_data=str(tmp_path / "train.jsonl"), val_data=str(tmp_path / "val.jsonl"),
         prompt_column="q", answer_column="a", train_max_samples=5, val_max_samples=2,
         max_prompt_length=6, max_response_length=5, train_batch_size=2, ppo_mini_batch_size=1,
@@ -877,8 +923,8 @@ def test_the_set_up_hears_every_option(ranks, files, tmp_path):
     )
     ((train, val, steps, control, asked, timeout),) = ranks[1](
         prepared, small(files, **(changes | engine)))
-    assert [prompt.text for prompt in train] == ["abc", "abcd", "abcde"]
-    assert [prompt.text for prompt in val] == ["abcd", "abcde"]
+    assert [prompt.text for prompt in train] == ["a ?", "ab ?", "abc ?"]
+    assert [prompt.text for prompt in val] == ["ab ?", "abc ?"]
     assert steps == 6 and timeout == 7.5
     assert control == dict(kl_coef=0.03, kind="adaptive", target_kl=0.07, horizon=321)
     assert asked["networks"] == dict(path=str(folder), critic_path=str(critic), num_steps=6)
@@ -995,10 +1041,11 @@ def test_the_loop_asks_the_engine_in_this_order(ranks, files):
     name = next(name for name in records[0] if name.startswith("val-core"))
     assert [name in record for record in records] == [True, False, True, True]
     weighted = dict(tag="weighted", config=dict(
-        total_training_steps=1, log_prob_fraction=0.25, rollout_is="token",
+        total_training_steps=1, log_prob_fraction=0.25, rollout_is="token", ignore_eos=True,
     ))
     ((calls, _),) = ranks[1](loop_without_an_engine, files, weighted)
-    assert [call for call in calls if call[:2] == ("generate", 1)][0][-1]["log_prob_fraction"] == 1
+    options = [call for call in calls if call[:2] == ("generate", 1)][0][-1]
+    assert options == dict(log_prob_fraction=1, ignore_eos=True)
 
 
 # ---------------------------------------------------------------------------------------------
