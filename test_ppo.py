@@ -985,6 +985,10 @@ def loop_without_an_engine(world, files, changes):
             for p in asked for k in range(n)
         ]
 
+    def constants(model, batch, run, **_):
+        says = {run.actor.model: (-1.0, 2.0), run.reference: (-1.5,), run.critic.model: (0.25,)}
+        return [torch.full(batch.response_mask.shape, number) for number in says[model]]
+
     def note(name, value=None):
         def noted(*args):
             extra = [arg for arg in args if isinstance(arg, str)]
@@ -997,6 +1001,7 @@ def loop_without_an_engine(world, files, changes):
         (rollout, "wake_up", note("wake")), (resharding, "publish_weights", note("publish")),
         (resharding, "check_published", note("check", 0.0)),
     ]
+    fakes += [(ppo_fsdp, "forward_all", constants)] * changes.get("constants", 0)
     path = models.resolve_model("tiny", CACHE)
     num_steps = config.total_training_steps
     networks = ppo_fsdp.build_networks(config, path, world, num_steps)
@@ -1046,6 +1051,21 @@ def test_the_loop_asks_the_engine_in_this_order(ranks, files):
     ((calls, _),) = ranks[1](loop_without_an_engine, files, weighted)
     options = [call for call in calls if call[:2] == ("generate", 1)][0][-1]
     assert options == dict(log_prob_fraction=1, ignore_eos=True)
+
+
+def test_each_phase_asks_its_own_network(ranks, files):
+    """The actor says log-prob -1 and entropy 2 of every token, the reference -1.5, the critic 0.25.
+    So in each step the KL is 0.5 a token, and an answer of two tokens has its score less
+    kl_coef * 2 * 0.5. Wrong: a reference that is the actor itself, whose KL is 0 for ever."""
+    changes = dict(tag="constants", constants=True, config=dict(
+        total_training_steps=2, kl_coef=0.1, adv_estimator="gae",
+    ))
+    ((_, records),) = ranks[1](loop_without_an_engine, files, changes)
+    assert len(records) == 2
+    for record in records:
+        assert record["actor/reward_kl_penalty"] == record["critic/values/mean"] * 2 == 0.5
+        assert record["actor/entropy"] == 2
+        assert record["critic/rewards/mean"] == pytest.approx(record["critic/score/mean"] - 0.1)
 
 
 # ---------------------------------------------------------------------------------------------

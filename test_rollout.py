@@ -473,6 +473,8 @@ def test_a_request_is_a_function_of_its_place_in_the_batch():
         assert (request.presence_penalty, request.frequency_penalty) == (0, 0)
         assert request.repetition_penalty == 1 and request.stop_token_ids == [1]
     assert {a.finish_reason for a in answers} == {"stop"}
+    rollout.generate(engine_around(llm), prompts[:1], **settings | dict(top_p=0.9, top_k=7))
+    assert (llm.asked[-1][1].top_p, llm.asked[-1][1].top_k) == (0.9, 7)  # of an evaluation
     (answer,) = rollout.generate(engine_around(Sampler("length")), prompts[:1], **settings)[:1]
     assert answer.finish_reason == "length"
 
