@@ -564,6 +564,7 @@ ACTOR_CASES = {
     "longest answer": dict(loss_agg_mode="seq-mean-token-sum-norm", use_dynamic_bsz=False),
     "given norm": dict(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=3.0),
     "sum": dict(loss_agg_mode="seq-mean-token-sum", ppo_max_token_len_per_gpu=7),
+    "clipped": dict(max_grad_norm=0.05),
 }
 
 
@@ -615,7 +616,8 @@ def test_a_step_of_the_actor_is_the_gradient_of_its_formula(case):
     if config.use_kl_loss:
         loss = loss + config.kl_loss_coef * kl
     (gradient,) = torch.autograd.grad(loss, table)
-    torch.testing.assert_close(start - actor.weight.detach(), gradient, rtol=1e-4, atol=1e-5)
+    moved = gradient * min(1.0, config.max_grad_norm / gradient.norm().item())
+    torch.testing.assert_close(start - actor.weight.detach(), moved, rtol=1e-4, atol=1e-5)
     assert len(actor.syncs) > 1 and actor.syncs == [False] * (len(actor.syncs) - 1) + [True]
     assert cut > 1 and capped > 1
     expected = {
@@ -635,7 +637,8 @@ def test_a_step_of_the_actor_is_the_gradient_of_its_formula(case):
 def test_a_step_of_the_critic_is_the_gradient_of_its_formula(clip):
     """theta moves by minus d/dtheta of the mean of max((v - R)^2, (V + clip(v - V) - R)^2) / 2 over
     the tokens of the mini-batch, v the new value, V the old one; clip_range_value 0 is no clip."""
-    settings = dict(critic_ppo_max_token_len_per_gpu=14, max_grad_norm=1e9)
+    max_norm = 0.05 if clip else 1e9
+    settings = dict(critic_ppo_max_token_len_per_gpu=14, max_grad_norm=max_norm)
     config = config_of(clip_range_value=clip, **settings)
     batch = random_batch()
     exp = random_experience(batch)
@@ -656,7 +659,8 @@ def test_a_step_of_the_critic_is_the_gradient_of_its_formula(clip):
             values.append(v.item())
     loss = sum(terms) / len(terms)
     (gradient,) = torch.autograd.grad(loss, table)
-    torch.testing.assert_close(start - critic.weight.detach(), gradient, rtol=1e-4, atol=1e-5)
+    moved = gradient * min(1.0, max_norm / gradient.norm().item())
+    torch.testing.assert_close(start - critic.weight.detach(), moved, rtol=1e-4, atol=1e-5)
     assert critic.syncs == [False] * (len(critic.syncs) - 1) + [True] and len(critic.syncs) > 1
     expected = {
         "critic/vf_loss": loss.item(), "critic/vf_clipfrac": cut / len(terms),
@@ -718,7 +722,7 @@ def test_the_reward_has_the_old_coefficient_and_the_kl_to_the_reference():
     exp = random_experience(batch)
     old, ref, mask = exp.old_log_probs, exp.old_log_probs - 0.7, batch.response_mask
     settings = dict(use_kl_in_reward=True, kl_coef=0.5, kl_ctrl_type="adaptive", target_kl=0.1)
-    config = config_of(**settings, horizon=100)
+    config = config_of(**settings, horizon=100, n=2)
     controller = losses.KLController(0.5, "adaptive", 0.1, 100)
     run = types.SimpleNamespace(config=config, controller=controller)
     metrics = ppo_fsdp.Metrics(WORLD)
@@ -900,8 +904,8 @@ def test_the_set_up_hears_every_option(ranks, files, tmp_path):
     training prompts of 1 to 5 letters and max_prompt_length 6, of which 3 are for the instruction
     " ?" and the template's newline, three are kept: 4 epochs of them in batches of 2 are
     12 // 2 = 6 steps. The folder declares two end tokens: the engine gets both."""
-    for name, letters, count in (("train", 1, 7), ("val", 2, 9)):
-        rows = [{"q": "abcdefghijkl"[: letters + i], "a": str(i)} for i in range(count)]
+    for name, letters in (("train", "abcdefg"), ("val", "zyxwvut")):
+        rows = [{"q": letters[: i + 1], "a": str(i)} for i in range(7)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     folder, critic = tmp_path / "actor", tmp_path / "critic"
     for seed, path in enumerate((folder, critic)):
@@ -924,7 +928,7 @@ def test_the_set_up_hears_every_option(ranks, files, tmp_path):
     ((train, val, steps, control, asked, timeout),) = ranks[1](
         prepared, small(files, **(changes | engine)))
     assert [prompt.text for prompt in train] == ["a ?", "ab ?", "abc ?"]
-    assert [prompt.text for prompt in val] == ["ab ?", "abc ?"]
+    assert [prompt.text for prompt in val] == ["z ?", "zy ?"]
     assert steps == 6 and timeout == 7.5
     assert control == dict(kl_coef=0.03, kind="adaptive", target_kl=0.07, horizon=321)
     assert asked["networks"] == dict(path=str(folder), critic_path=str(critic), num_steps=6)
@@ -979,15 +983,17 @@ def loop_without_an_engine(world, files, changes):
     prompts = [data.Prompt(i, [5 + i % 7, 6], "5", "q") for i in range(16)]
 
     def generate(engine, asked, *, n=1, step, seed, temperature, max_tokens, **options):
-        calls.append(("generate", step, seed, temperature, len(asked), n, max_tokens, options))
+        places = [prompt.index for prompt in asked]
+        calls.append(("generate", step, seed, temperature, places, n, max_tokens, options))
         return [
             data.Rollout(p, [3 + (p.index + k) % 5, 1], "stop", sample=k, log_probs=[-4.0, -4.0])
             for p in asked for k in range(n)
         ]
 
-    def constants(model, batch, run, **_):
-        says = {run.actor.model: (-1.0, 2.0), run.reference: (-1.5,), run.critic.model: (0.25,)}
-        return [torch.full(batch.response_mask.shape, number) for number in says[model]]
+    def constants(model, batch, run, return_entropy=False, **_):
+        says = {run.actor.model: -1.0, run.reference: -1.5, run.critic.model: 0.25}
+        numbers = [says[model], 2.0] if return_entropy else [says[model]]
+        return [torch.full(batch.response_mask.shape, number) for number in numbers]
 
     def note(name, value=None):
         def noted(*args):
@@ -1021,7 +1027,8 @@ def loop_without_an_engine(world, files, changes):
 
 def test_the_loop_asks_the_engine_in_this_order(ranks, files):
     """Each step: weights awake, publish, cache awake, generate, sleep, and only then the training.
-    Prompts are sampled at the training temperature, each step from streams of its own, evaluation
+    Prompts are those that the run's seed draws for the step (16 of 16, in its order); they are
+    sampled at the training temperature, each step from streams of its own, evaluation
     (step 0's streams) at its own settings and with weights just published. Publishes 1, 3, ... are
     checked. Log-probs of a share, or of all where importance weights need them."""
     changes = dict(tag="plain", config=dict(
@@ -1031,11 +1038,12 @@ def test_the_loop_asks_the_engine_in_this_order(ranks, files):
     ))
     ((calls, records),) = ranks[1](loop_without_an_engine, files, changes)
     cut = dict(top_p=0.9, top_k=7)
-    evaluation = ("generate", 0, 4, 0.3, 4, 1, 8, cut)
+    evaluation = ("generate", 0, 4, 0.3, [0, 1, 2, 3], 1, 8, cut)
 
     def step(number, fraction=0.25):
         options = dict(log_prob_fraction=fraction, ignore_eos=False)
-        return ("generate", number, 4, 0.8, 16, 2, 8, options)
+        drawn = data.prompt_batch(range(16), number - 1, seed=4)
+        return ("generate", number, 4, 0.8, drawn, 2, 8, options)
 
     expected = []
     for i, answer in enumerate([evaluation, step(1), step(2), evaluation, step(3), evaluation]):
