@@ -343,8 +343,8 @@ def _part_of(full: Tensor, shape: torch.Size, member: int, members: int) -> Tens
 
 
 def share_pack(pack: Any, size: int) -> Any:
-    """`pack` (data.Pack) as this rank sees it when `size` consecutive ranks compute it together: its
-    slice of the tokens, and the outputs x_r of the response tokens that are predicted there.
+    """`pack` (data.Pack) as this rank sees it when `size` consecutive ranks compute it together:
+    its slice of the tokens, and the outputs x_r of the response tokens that are predicted there.
 
         dL/dtheta = sum_r dL/dx_r dx_r/dtheta
 

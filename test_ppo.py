@@ -919,7 +919,7 @@ def test_the_set_up_hears_every_option(ranks, files, tmp_path):
     )
     changes = dict(
         model_path=str(folder), critic_model_path=str(critic), run_name="set-up", instruction="?",
-        train_data=str(tmp_path / "train.jsonl"), val_data=str(tmp_path / "val.jsonl"),
+        train_data=str(tmp_path / "train.jsonl"), val_data=(str(tmp_path / "val.jsonl"),),
         prompt_column="q", answer_column="a", train_max_samples=5, val_max_samples=2,
         max_prompt_length=6, max_response_length=5, train_batch_size=2, ppo_mini_batch_size=1,
         total_training_steps=0, total_epochs=4, reward_timeout=7.5, dtype="bfloat16",
@@ -928,7 +928,7 @@ def test_the_set_up_hears_every_option(ranks, files, tmp_path):
     ((train, val, steps, control, asked, timeout),) = ranks[1](
         prepared, small(files, **(changes | engine)))
     assert [prompt.text for prompt in train] == ["a ?", "ab ?", "abc ?"]
-    assert [prompt.text for prompt in val] == ["z ?", "zy ?"]
+    assert [prompt.text for prompt in val["val.jsonl"]] == ["z ?", "zy ?"]
     assert steps == 6 and timeout == 7.5
     assert control == dict(kl_coef=0.03, kind="adaptive", target_kl=0.07, horizon=321)
     assert asked["networks"] == dict(path=str(folder), critic_path=str(critic), num_steps=6)
@@ -948,6 +948,7 @@ def test_evaluation_asks_what_training_never_asks(ranks, files):
     )
     ((train, val, *_),) = ranks[1](prepared, small(files, **changes))
     tokenizer = models.load_tokenizer(models.resolve_model("tiny", CACHE))
+    (val,) = val.values()
     for found, split, count in ((train, "train", 20), (val, "test", 9)):
         options = dict(instruction="", max_samples=count, seed=6)
         assert found == data.load_prompts(source, tokenizer, split, **options)

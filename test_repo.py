@@ -214,7 +214,7 @@ def test_readme_options_and_presets_exist():
 
 def test_presets_have_the_numbers_that_the_pages_say():
     """Sentences of the README, with the numbers of the presets put in; and, as docs/objectives.md
-    says, a KL is k1 in the reward, and in the loss, where it is switched on, verl's k3."""
+    says, a KL is k1 in the reward, and in the loss, where it is switched on, k3+."""
     from config import PRESETS, parse_config
 
     presets = {name: parse_config(["--preset", name]) for name in PRESETS}
@@ -235,7 +235,7 @@ def test_presets_have_the_numbers_that_the_pages_say():
     mission = presets["mission"]
     assert mission.use_kl_loss and mission.kl_coef == mission.kl_loss_coef
     for config in presets.values():
-        assert config.use_kl_in_reward and (config.kl_penalty, config.kl_loss_type) == ("k1", "k3")
+        assert config.use_kl_in_reward and (config.kl_penalty, config.kl_loss_type) == ("k1", "k3+")
 
 
 def test_ci_runs_what_the_readme_says():
