@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import platform
 import sys
 import time
@@ -22,11 +23,17 @@ import losses
 from config import Config
 
 
+MEASURED, PLANNED = "perf/max_memory_allocated_gb/", "perf/planned_memory_gb/"
+
+
 class Metrics:
     """Numbers of one step: means over the global batch, reduced once and divided once."""
 
-    def __init__(self, world: Any):
+    def __init__(self, world: Any, memory: dict[str, tuple[float, float]] | None = None):
+        """`memory`: phases whose peak is measured, on a GPU; of each the bytes that were planned,
+        and those that the allocator counts although they are not in use."""
         self.world = world
+        self.memory = memory or {}
         self.parts: dict[str, list] = {}  # this rank's parts of a sum, and of its count
         self.known: dict[str, float] = {}  # what every rank has already
 
@@ -44,12 +51,21 @@ class Metrics:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Wall-clock seconds of a phase on this rank, as timing_s/<name>."""
+        """Wall-clock seconds of a phase on this rank, as timing_s/<name>; added up if it comes
+        several times. Of phases in `memory` (none inside another) also planned and highest use."""
+        if name in self.memory:
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         yield
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        self.known[f"timing_s/{name}"] = time.perf_counter() - start
+        before = self.known.get(f"timing_s/{name}", 0.0)
+        self.known[f"timing_s/{name}"] = before + time.perf_counter() - start
+        if name in self.memory:
+            planned, unused = self.memory[name]
+            peak = (torch.cuda.max_memory_allocated() - unused) / 1e9
+            self.known[MEASURED + name] = max(peak, self.known.get(MEASURED + name, 0.0))
+            self.known[PLANNED + name] = planned / 1e9
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """One all-reduce for all sums. Every rank has added the same names."""
@@ -94,6 +110,20 @@ def describe(
         metrics.describe("training/rollout_probs_diff", (engine.exp() - trainer.exp()).abs())
 
 
+def memory_report(file: Path) -> str:
+    """Planned and measured peak of each phase over all steps of a metrics.jsonl; "" on a CPU."""
+    peaks: dict[str, list[float]] = {}
+    for record in map(json.loads, file.read_text().splitlines()):
+        for name, size in record.items():
+            if name.startswith(MEASURED):
+                phase = name.removeprefix(MEASURED)
+                highest = max(size, peaks.get(phase, [0.0, 0.0])[1])
+                peaks[phase] = [record[PLANNED + phase], highest]
+    lines = [f"{phase:18}{plan:12.2f}{peak:12.2f}\n" for phase, (plan, peak) in peaks.items()]
+    head = f"{'peak, GB (10^9)':18}{'planned':>12}{'measured':>12}\n"
+    return "".join([head, *lines]) if lines else ""
+
+
 def run_record(config: Config, ranks: int) -> dict[str, Any]:
     """What a result needs to be repeated: the resolved configuration, versions, the hash of each
     source file."""
@@ -107,16 +137,4 @@ def run_record(config: Config, ranks: int) -> dict[str, Any]:
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         python=platform.python_version(), versions=versions,
         sources={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
-    )
-
-
-def batch_equation(config: Config, ranks: int, num_steps: int, num_prompts: int) -> str:
-    """The sizes of the run as arithmetic."""
-    prompts, n, passes = config.train_batch_size, config.n, config.ppo_epochs
-    minis = prompts // config.ppo_mini_batch_size
-    return (
-        f"{num_steps} steps x {prompts} prompts x {n} answers = {num_steps * prompts * n} "
-        f"sequences, {num_steps * prompts / num_prompts:.2f} epochs of {num_prompts} prompts, "
-        f"{ranks} ranks; a step: {minis} mini-batches of {prompts // minis * n} sequences x "
-        f"{passes} passes = {minis * passes} optimizer steps, {minis * passes * num_steps} in all"
     )

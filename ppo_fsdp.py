@@ -3,6 +3,7 @@
     torchrun --nproc_per_node 8 ppo_fsdp.py                      Qwen2.5-0.5B-Instruct on GSM8K
     torchrun --nproc_per_node 2 ppo_fsdp.py --preset smollm2     needs no hub, and no GPU
     python ppo_fsdp.py --help                                    every option (config.py)
+    python ppo_fsdp.py --plan --gpus 8 --gpu H100                does it fit, and where? (plan.py)
 
 One process a device. Each holds 1/W of every weight and a whole (or tensor-parallel) vLLM engine.
 A step has twelve phases, numbered in `train`. After phase 4 every rank holds the ids and scalars of
@@ -36,10 +37,12 @@ from tqdm import tqdm
 import data
 import losses
 import models
+import plan
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
-from metrics import Metrics, batch_equation, describe, run_record
+from metrics import Metrics, describe, memory_report, run_record
+from plan import batch_equation
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -123,6 +126,7 @@ class Run:
     reference: nn.Module | None
     controller: losses.KLController
     probe: data.Pack
+    memory: dict[str, tuple[float, float]]  # see Metrics
     num_publishes: int = 0
 
 
@@ -139,6 +143,7 @@ def setup(config: Config, world: World) -> Run:
         dist.barrier()
     for folder in folders:
         check_model(config, folder)
+    config, memory_plan = plan_memory(config, folders, world)
     tokenizer = models.load_tokenizer(folders[0])
     train_prompts = load_prompts(config, tokenizer, world, "train")
     val_prompts = load_prompts(config, tokenizer, world, "val")
@@ -153,13 +158,41 @@ def setup(config: Config, world: World) -> Run:
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
     engine = build_engine(config, folders[0], tokenizer, world)
     rollout.sleep(engine)
+    memory = planned_bytes(memory_plan) if memory_plan else {}
     actor, critic, reference = build_networks(config, folders[0], world, num_steps, folders[1])
     return Run(
         config, world, folder, num_steps, tokenizer, train_prompts, val_prompts, reward,
         engine, actor, critic, reference,
         losses.KLController(config.kl_coef, config.kl_ctrl_type, config.target_kl, config.horizon),
-        make_probe(train_prompts, world.device),
+        make_probe(train_prompts, world.device), memory,
     )
+
+
+def plan_memory(
+    config: Config, folders: list[str], world: World
+) -> tuple[Config, plan.Plan | None]:
+    """Settle what is "auto". On GPUs by the plan, which is shown; a run that it says does not fit
+    is warned, not refused: some of it is estimated."""
+    if world.device.type == "cpu":
+        return plan.resolve_auto(config, None, world.size, None), None
+    shape, critic_shape = map(plan.find_shape, folders)
+    gpu_bytes = min(all_gather(torch.cuda.mem_get_info()[1], world))
+    where = shape, world.size, gpu_bytes, critic_shape
+    resolved = plan.resolve_auto(config, *where)
+    found = plan.memory_plan(resolved, *where)
+    if world.is_main:
+        print(plan.describe_plan(found, resolved), flush=True)
+        if found.excess > 0:
+            print(f"warning: {plan.remedy(config, *where)}", flush=True)
+    return resolved, found
+
+
+def planned_bytes(found: plan.Plan) -> dict[str, tuple[float, float]]:
+    """Of each phase, what is planned of the allocator's bytes, and which of those it counts are
+    not: a sleeping engine has given its memory back, and the allocator does not know."""
+    engine = torch.cuda.memory_allocated()  # nothing else is there yet
+    asleep = {phase: engine * (not size) for phase, size in found.owners["engine weights"].items()}
+    return {phase: (planned, asleep[phase]) for phase, planned in found.allocated.items()}
 
 
 def load_prompts(config: Config, tokenizer: Any, world: World, kind: str) -> list[data.Prompt]:
@@ -181,12 +214,13 @@ def load_prompts(config: Config, tokenizer: Any, world: World, kind: str) -> lis
 def build_engine(config: Config, path: str, tokenizer: Any, world: World) -> rollout.Engine:
     names = (
         "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_gib", "seed",
-        "tensor_parallel_size", "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine",
+        "tensor_parallel_size", "enforce_eager", "cudagraph_capture_sizes",
     )
     return rollout.build_engine(
         path, models.stop_token_ids(path, tokenizer), dtype=getattr(torch, config.dtype),
         max_model_len=config.max_prompt_length + config.max_response_length,
-        rank=world.rank, world_size=world.size, **{name: getattr(config, name) for name in names},
+        rank=world.rank, world_size=world.size, free_cache_engine=config.free_cache_engine == "yes",
+        **{name: getattr(config, name) for name in names},
     )
 
 
@@ -427,9 +461,11 @@ def ppo_update(
         draw = (config.seed, step, epoch)
         for rows in data.mini_batches(len(batch.lengths), mini_batch_rows, *draw):
             if run.critic is not None:
-                update_critic(batch, experience, rows, run, metrics)
+                with metrics.phase("update_critic"):
+                    update_critic(batch, experience, rows, run, metrics)
             if step >= config.critic_warmup:
-                update_actor(batch, experience, rows, run, metrics)
+                with metrics.phase("update_actor"):
+                    update_actor(batch, experience, rows, run, metrics)
 
 
 def update_actor(
@@ -577,7 +613,7 @@ def train(run: Run) -> None:
     log_prob_fraction = 1 if config.rollout_is != "none" else config.log_prob_fraction
     bar = tqdm(range(run.num_steps), desc="steps", disable=not world.is_main)
     for step in bar:
-        metrics = Metrics(world)
+        metrics = Metrics(world, run.memory)
         with metrics.phase("step"):
             # 1. sample prompts: a pure function of (seed, step)
             draw = (step, config.seed, config.train_batch_size)
@@ -636,6 +672,7 @@ def train(run: Run) -> None:
         length = record["response_length/mean"]
         bar.set_postfix(score=f"{score_:.3f}", kl=f"{kl:.4f}", length=f"{length:.1f}")
     if world.is_main:
+        print(memory_report(run.folder / "metrics.jsonl"), end="")
         print(f"{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}", flush=True)
 
 
@@ -644,6 +681,8 @@ def main() -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     status = 0
     try:
+        if "--plan" in sys.argv:
+            raise SystemExit(plan.main(sys.argv[1:]))
         config = parse_config(sys.argv[1:], is_main)
         run = setup(config, init_distributed())
         train(run)

@@ -82,7 +82,7 @@ def small(files, **changes):
         train_data=str(files / "prompts.jsonl"), reward=f"{files / 'reward.py'}:digits",
         runs_dir=str(files), train_batch_size=16, ppo_mini_batch_size=8, max_prompt_length=48,
         val_max_samples=4, total_training_steps=2, val_before_train=False, test_freq=0,
-        sample_freq=0, entropy_coeff=0.01, gradient_checkpointing=False,
+        sample_freq=0, entropy_coeff=0.01, gradient_checkpointing="none",
     )
     return config_of(**(settings | changes))
 
@@ -158,11 +158,12 @@ RECIPES = {
     "ppo with everything": dict(
         ppo_epochs=2, use_kl_loss=True, kl_loss_type="k3+", kl_loss_coef=0.1, rollout_is="token",
         loss_agg_mode="seq-mean-token-mean", kl_ctrl_type="adaptive", horizon=100, kl_coef=0.05,
-        gamma=0.99, lam=0.95, gradient_checkpointing=True, reshard_after_forward=False,
+        gamma=0.99, lam=0.95, gradient_checkpointing="full", reshard_after_forward=False,
     ),
     "grpo": dict(
         adv_estimator="grpo", n=4, use_kl_loss=True, kl_loss_type="k2", use_kl_in_reward=False,
         loss_agg_mode="seq-mean-token-sum-norm", train_batch_size=8, ppo_mini_batch_size=4,
+        gradient_checkpointing="mlp",
     ),
     "rloo": dict(
         adv_estimator="rloo", n=3, rollout_is="sequence", loss_agg_mode="seq-mean-token-sum",

@@ -22,18 +22,24 @@ BUDGETS = {
     "ppo_fsdp.py": 550,
     "config.py": 300,  # an option and its checks are three lines; about 100 are to come
     "metrics.py": 200,
+    "costs.py": 150,
+    "plan.py": 250,
     "data.py": 450,
     "rollout.py": 300,
     "models.py": 350,
     "resharding.py": 450,
     "losses.py": 400,
 }
-TOTAL = 2500  # the six of the design under 2,000, config.py and metrics.py
+# The six of the design under 2,000, config.py, metrics.py, and 400 since memory is planned before it
+# is taken (costs.py: what a model costs; plan.py: who holds what): three settings choose themselves.
+TOTAL = 2900
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
-    "ppo_fsdp": {"config", "data", "losses", "metrics", "models", "resharding", "rollout"},
+    "ppo_fsdp": {"config", "data", "losses", "metrics", "models", "plan", "resharding", "rollout"},
     "config": {"losses", "models", "rollout"},
     "metrics": {"config", "data", "losses"},
+    "costs": {"config", "models"},
+    "plan": {"config", "costs", "models"},
     "rollout": {"data"},
     "models": {"data", "losses"},
     "resharding": set(),
@@ -73,7 +79,8 @@ def test_file_is_within_its_budget(name):
 def test_all_files_together_are_within_the_budget():
     counts = {name: len(code_lines((HERE / name).read_text())) for name in BUDGETS}
     assert sum(counts.values()) <= TOTAL
-    assert sum(counts.values()) - counts["config.py"] - counts["metrics.py"] < 2000
+    others = ("config.py", "metrics.py", "costs.py", "plan.py")
+    assert sum(counts.values()) - sum(counts[name] for name in others) < 2000
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -191,7 +198,7 @@ def test_readme_options_and_presets_exist():
 
     names = {field.name for field in fields(Config)}
     for option in re.findall(r"--([a-z][a-z-]+)", README):
-        if option not in ("nproc", "help"):
+        if option not in ("nproc", "help", "plan", "gpus", "gpu", "gpu-memory"):
             assert option.replace("-", "_") in names, option
     for preset in re.findall(r"^\| `([\w-]+)`(?: \(default\))? \|", README, re.MULTILINE):
         assert preset in PRESETS, preset
