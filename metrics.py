@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
-import json
 import platform
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import data
 import losses
@@ -29,11 +29,10 @@ MEASURED, PLANNED = "perf/max_memory_allocated_gb/", "perf/planned_memory_gb/"
 class Metrics:
     """Numbers of one step: means over the global batch, reduced once and divided once."""
 
-    def __init__(self, world: Any, memory: dict[str, tuple[float, float]] | None = None):
-        """`memory`: phases whose peak is measured, on a GPU; of each the bytes that were planned,
-        and those that the allocator counts although they are not in use."""
+    def __init__(self, world: Any, plan: Any = None):
+        """`plan`: a plan.Plan, beside which the peaks of its phases are measured, on GPUs."""
         self.world = world
-        self.memory = memory or {}
+        self.plan = plan
         self.parts: dict[str, list] = {}  # this rank's parts of a sum, and of its count
         self.known: dict[str, float] = {}  # what every rank has already
 
@@ -52,8 +51,9 @@ class Metrics:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Wall-clock seconds of a phase on this rank, as timing_s/<name>; added up if it comes
-        several times. Of phases in `memory` (none inside another) also planned and highest use."""
-        if name in self.memory:
+        several times. Of phases of the plan (none inside another) also planned and highest use."""
+        is_planned = self.plan is not None and name in self.plan.peaks
+        if is_planned:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         yield
@@ -61,11 +61,10 @@ class Metrics:
             torch.cuda.synchronize()
         before = self.known.get(f"timing_s/{name}", 0.0)
         self.known[f"timing_s/{name}"] = before + time.perf_counter() - start
-        if name in self.memory:
-            planned, unused = self.memory[name]
-            peak = (torch.cuda.max_memory_allocated() - unused) / 1e9
+        if is_planned:
+            peak = (torch.cuda.max_memory_allocated() - self.plan.asleep[name]) / 1e9
             self.known[MEASURED + name] = max(peak, self.known.get(MEASURED + name, 0.0))
-            self.known[PLANNED + name] = planned / 1e9
+            self.known[PLANNED + name] = self.plan.allocated[name] / 1e9
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """One all-reduce for all sums. Every rank has added the same names."""
@@ -110,18 +109,12 @@ def describe(
         metrics.describe("training/rollout_probs_diff", (engine.exp() - trainer.exp()).abs())
 
 
-def memory_report(file: Path) -> str:
-    """Planned and measured peak of each phase over all steps of a metrics.jsonl; "" on a CPU."""
-    peaks: dict[str, list[float]] = {}
-    for record in map(json.loads, file.read_text().splitlines()):
-        for name, size in record.items():
-            if name.startswith(MEASURED):
-                phase = name.removeprefix(MEASURED)
-                highest = max(size, peaks.get(phase, [0.0, 0.0])[1])
-                peaks[phase] = [record[PLANNED + phase], highest]
-    lines = [f"{phase:18}{plan:12.2f}{peak:12.2f}\n" for phase, (plan, peak) in peaks.items()]
-    head = f"{'peak, GB (10^9)':18}{'planned':>12}{'measured':>12}\n"
-    return "".join([head, *lines]) if lines else ""
+def show_samples(step: int, rollouts: list[data.Rollout], tokenizer: Any, folder: Path) -> None:
+    """Four answers of a step to samples.jsonl, one of them to the console."""
+    data.save_rollouts(rollouts[:4], tokenizer, folder / "samples.jsonl", step=step)
+    first = rollouts[0]
+    answer = tokenizer.decode(first.response_ids)
+    tqdm.write(f"step {step}: {first.prompt.text!r} -> {answer!r} scores {first.score:g}")
 
 
 def run_record(config: Config, ranks: int) -> dict[str, Any]:

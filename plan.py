@@ -9,25 +9,33 @@ GB are 10^9 bytes.
 
 import argparse
 import dataclasses
+import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from config import Config, check_config, parse_config
-from costs import CARDS, Shape, find_shape, floor_seconds
+from costs import BANDWIDTH_SHARE, CARDS, MATRIX_SHARE, Shape, find_shape, floor_seconds
+from metrics import MEASURED, PLANNED
 from models import LOGITS_CHUNK
 
 GB = 1e9
-# Bytes for each of LOGITS_CHUNK x V logits, in a forward and in a backward. Compiled: bfloat16
-# logits, and their gradient. Else, with the entropy: the logits and 3, or 7, float32 tensors.
-LOGITS_COMPILED, LOGITS_EAGER = (2, 2 + 2), (2 + 3 * 4, 2 + 7 * 4)
+# Bytes for each of LOGITS_CHUNK x V logits, in a forward and in a backward: bfloat16 logits, in a
+# backward their gradient too, and not compiled so many float32 tensors beside them.
+LOGITS_COMPILED = 2, 2 + 2
+LOGITS_EAGER = 2 + 2 * 4, 2 + 2 + 3 * 4
+LOGITS_EAGER_WITH_ENTROPY = 2 + 3 * 4, 2 + 2 + 6 * 4
 # The engine's sampler, for each sequence and token of V: logits, float32 copy, probabilities, draw.
 SAMPLER = 2 + 3 * 4
 # Full blocks alive at once under FSDP2: the one at work, the next one, and its gather's buffer.
 BLOCKS_AT_ONCE = 3
 BLOCK_SIZE = 16  # tokens of a block of vLLM's cache on GPUs
-COMPILED = 1.0  # what compiled blocks were measured to keep, over kept_bytes(compiled=True)
+COMPILED = 1.0  # what compiled blocks keep, over kept_bytes(compiled=True); docs/performance.md
 GRAPHS = 1.0e9  # the engine's CUDA graphs; they stay while it sleeps
 CONTEXT = 2.0e9  # CUDA context and NCCL
 SLACK = 3.0e9  # freed, but in pieces too small for the allocator to use
@@ -40,6 +48,7 @@ CAPS = dict(
 )
 OF_CRITIC = ("values", "update_critic")
 OUTSIDE = ("engine graphs", "context and slack")  # not in torch.cuda.max_memory_allocated
+SLEEPING = ("engine weights", "KV cache")
 
 
 # ------------------------------------------------------------------------------------ memory
@@ -66,9 +75,20 @@ class Plan:
         return {p: x - sum(self.owners[o][p] for o in OUTSIDE) for p, x in self.peaks.items()}
 
     @property
+    def asleep(self) -> dict[str, float]:
+        """Bytes that a sleeping engine has given back and the allocator goes on counting."""
+        engine = [self.owners[owner] for owner in SLEEPING]
+        return {phase: sum(x["gen"] - x[phase] for x in engine) for phase in self.peaks}
+
+    @property
+    def fullest(self) -> str:
+        """The phase with the highest peak."""
+        return max(self.peaks, key=self.peaks.get)
+
+    @property
     def excess(self) -> float:
         """Bytes that are missing in the worst phase; at most 0: it fits."""
-        return max(self.peaks.values()) - self.gpu_bytes
+        return self.peaks[self.fullest] - self.gpu_bytes
 
 
 def memory_plan(
@@ -133,7 +153,9 @@ def _pass(c: Config, shape: Shape, phase: str, num_gpus: int) -> dict[str, float
     cap = getattr(c, CAPS[phase]) or 2 * c.ppo_max_token_len_per_gpu
     tokens = min(share, cap if c.use_dynamic_bsz else c.ppo_micro_batch_size_per_gpu * longest)
     logits = min(LOGITS_CHUNK, tokens) * shape.vocab * has_head
-    logits *= (LOGITS_COMPILED if c.use_torch_compile else LOGITS_EAGER)[is_update]
+    entropy = phase == "old_log_prob" or (is_update and c.entropy_coeff != 0)
+    eager = LOGITS_EAGER_WITH_ENTROPY if entropy else LOGITS_EAGER
+    logits *= (LOGITS_COMPILED if c.use_torch_compile else eager)[is_update]
     # FSDP2 gathers block by block, beside a root of embedding and head; one rank has one group
     shards, params = c.fsdp_size or num_gpus, shape.params if has_head else shape.critic_params
     root = shape.embedding * (2 if has_head and not shape.tied else 1)
@@ -230,18 +252,15 @@ def _cache_size(c: Config, plan: Plan, shrink: bool) -> float:
 def remedy(
     c: Config, shape: Shape, num_gpus: int, gpu_bytes: float, critic: Shape | None = None
 ) -> str:
-    """For a configuration (with its "auto") that does not fit: the largest owner of the fullest
-    phase, and the first change of one option that helps."""
+    """For a configuration (with its "auto") that does not fit into `gpu_bytes`: the largest owner
+    of the fullest phase, and the first change of one option that helps."""
 
     def plan_of(gpus: int = num_gpus, **changes: Any) -> Plan:
         changed = dataclasses.replace(c, **changes)
         changed = resolve_auto(changed, shape, gpus, gpu_bytes, critic)
         return memory_plan(changed, shape, gpus, gpu_bytes, critic)
 
-    plan = plan_of()
-    phase = max(plan.peaks, key=plan.peaks.get)
-    owner = max(plan.owners, key=lambda owner: plan.owners[owner][phase])
-    cap = CAPS.get(phase, CAPS["old_log_prob"])
+    cap = CAPS.get(plan_of().fullest, CAPS["old_log_prob"])
     longest = c.max_prompt_length + c.max_response_length
     most = (getattr(c, cap) or 2 * c.ppo_max_token_len_per_gpu) // longest
     values = dict(gradient_checkpointing=["mlp", "full"], free_cache_engine=["yes"])
@@ -255,10 +274,41 @@ def remedy(
         for option in values for value in values[option] if plan_of(**{option: value}).excess <= 0
     )
     advice = next(fitting, "with no single option: take more GPUs and a smaller model or batch")
-    return (
-        f"{phase} needs {plan.peaks[phase] / GB:.1f} GB of {gpu_bytes / GB:.1f}; the largest owner "
-        f"is {owner} with {plan.owners[owner][phase] / GB:.1f} GB; it fits {advice}"
-    )
+    return f"{describe_peak(plan_of())}; it fits {advice}"
+
+
+def settle(
+    c: Config, folders: Sequence[str], gpus: Sequence[float], is_main: bool
+) -> tuple[Config, Plan | None]:
+    """What a run starts with: every "auto" made concrete, on GPUs (bytes of each rank's; 0 on a
+    CPU) by the smallest of them. The plan is shown; where it says no the run is warned, not
+    refused: some of it is estimated."""
+    if not min(gpus):
+        return resolve_auto(c, None, len(gpus), None), None
+    shape, critic = map(find_shape, folders)
+    where = shape, len(gpus), min(gpus), critic
+    found = resolve_auto(c, *where)
+    plan = memory_plan(found, *where)
+    if is_main:
+        print(describe_plan(plan, found), flush=True)
+        if plan.excess > 0:
+            print(f"warning: {remedy(c, *where)}", flush=True)
+    return found, plan
+
+
+def out_of_memory(c: Config) -> str:
+    """What a run that died of it should know: the plan, and a change by which its highest peak
+    would be a tenth lower, or fit."""
+    shape, critic = map(find_shape, (c.model_path, c.critic_model_path or c.model_path))
+    num_gpus, gpu_bytes = int(os.environ["WORLD_SIZE"]), torch.cuda.mem_get_info()[1]
+    found = resolve_auto(c, shape, num_gpus, gpu_bytes, critic)
+    plan = memory_plan(found, shape, num_gpus, gpu_bytes, critic)
+    enough = min(gpu_bytes, 0.9 * plan.peaks[plan.fullest])
+    advice = remedy(found, shape, num_gpus, enough, critic)
+    return f"""out of GPU memory; what was planned:
+{describe_plan(plan, found)}
+{describe_peak(plan)}
+it would need at most {enough / GB:.1f} GB {advice.rpartition("it fits ")[2]}"""
 
 
 # ------------------------------------------------------------------------------------ in words
@@ -287,13 +337,36 @@ def describe_plan(plan: Plan, c: Config, seconds: dict[str, float] | None = None
     for owner, sizes in (plan.owners | {"peak, GB (10^9)": plan.peaks}).items():
         rows[owner] = [f"{size / GB:15.2f}" for size in sizes.values()]
     if seconds:
-        rows["floor, seconds"] = [f"{seconds[phase]:15.2f}" for phase in plan.peaks]
+        rows["least seconds"] = [f"{seconds[phase]:15.2f}" for phase in plan.peaks]
     sleeps = "sleeps while training" if c.free_cache_engine == "yes" else "stays awake"
     return "\n".join(f"{name:18}{''.join(row)}" for name, row in rows.items()) + (
         f"\neach GPU has {plan.gpu_bytes / GB:.1f} GB; recomputed: {c.gradient_checkpointing}; the "
         f"engine {sleeps}; its cache holds {plan.cache_tokens} tokens, {plan.sequences} sequences "
         f"at once need {plan.cache_tokens_needed}"
     )
+
+
+def describe_peak(plan: Plan) -> str:
+    """The fullest phase and its largest owner."""
+    owner = max(plan.owners, key=lambda owner: plan.owners[owner][plan.fullest])
+    return (
+        f"{plan.fullest} needs {plan.peaks[plan.fullest] / GB:.1f} GB of {plan.gpu_bytes / GB:.1f};"
+        f" the largest owner is {owner} with {plan.owners[owner][plan.fullest] / GB:.1f} GB"
+    )
+
+
+def memory_report(file: Path) -> str:
+    """Planned and measured peak of each phase over all steps of a metrics.jsonl; "" on a CPU."""
+    peaks: dict[str, list[float]] = {}
+    for record in map(json.loads, file.read_text().splitlines()):
+        for name, size in record.items():
+            if name.startswith(MEASURED):
+                phase = name.removeprefix(MEASURED)
+                highest = max(size, peaks.get(phase, [0.0, 0.0])[1])
+                peaks[phase] = [record[PLANNED + phase], highest]
+    lines = [f"{phase:18}{plan:12.2f}{peak:12.2f}\n" for phase, (plan, peak) in peaks.items()]
+    head = f"{'peak, GB (10^9)':18}{'planned':>12}{'measured':>12}\n"
+    return "".join([head, *lines]) if lines else ""
 
 
 def main(arguments: list[str]) -> int:
@@ -313,8 +386,13 @@ def main(arguments: list[str]) -> int:
     plan = memory_plan(found, *where)
     print(f"{c.model_path}: {shape.params:,} parameters; {given.gpus} x {given.gpu}")
     print(batch_equation(c, given.gpus, c.total_training_steps))
-    print(describe_plan(plan, found, floor_seconds(found, shape, given.gpus, card, where[-1])))
-    print("Every sequence is taken to be at its limits; the seconds are floors, no forecast.")
+    seconds = floor_seconds(found, shape, given.gpus, card, where[-1])
+    print(describe_plan(plan, found, seconds))
+    print(
+        f"computed, not measured: a step takes at least {sum(seconds[p] for p in plan.peaks):.1f} "
+        f"s, each sequence at its limits, operations at {MATRIX_SHARE:.0%} and memory at "
+        f"{BANDWIDTH_SHARE:.0%} of the {given.gpu}'s datasheet"
+    )
     if plan.excess > 0:
         print("does not fit: " + remedy(c, *where))
     return int(plan.excess > 0)

@@ -41,8 +41,7 @@ import plan
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
-from metrics import Metrics, describe, memory_report, run_record
-from plan import batch_equation
+from metrics import Metrics, describe, run_record, show_samples
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -126,7 +125,7 @@ class Run:
     reference: nn.Module | None
     controller: losses.KLController
     probe: data.Pack
-    memory: dict[str, tuple[float, float]]  # see Metrics
+    memory: plan.Plan | None  # on GPUs
     num_publishes: int = 0
 
 
@@ -143,7 +142,8 @@ def setup(config: Config, world: World) -> Run:
         dist.barrier()
     for folder in folders:
         check_model(config, folder)
-    config, memory_plan = plan_memory(config, folders, world)
+    own = torch.cuda.mem_get_info()[1] if world.device.type == "cuda" else 0
+    config, memory = plan.settle(config, folders, all_gather(own, world), world.is_main)
     tokenizer = models.load_tokenizer(folders[0])
     train_prompts = load_prompts(config, tokenizer, world, "train")
     val_prompts = load_prompts(config, tokenizer, world, "val")
@@ -154,45 +154,18 @@ def setup(config: Config, world: World) -> Run:
     check_config(dataclasses.replace(config, total_training_steps=num_steps), world.size)
     folder = open_run(config, world)
     if world.is_main:
-        print(batch_equation(config, world.size, num_steps, len(train_prompts)), flush=True)
+        sizes = world.size, num_steps, len(train_prompts)
+        print(plan.batch_equation(config, *sizes), flush=True)
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
     engine = build_engine(config, folders[0], tokenizer, world)
     rollout.sleep(engine)
-    memory = planned_bytes(memory_plan) if memory_plan else {}
     actor, critic, reference = build_networks(config, folders[0], world, num_steps, folders[1])
     return Run(
         config, world, folder, num_steps, tokenizer, train_prompts, val_prompts, reward,
         engine, actor, critic, reference,
         losses.KLController(config.kl_coef, config.kl_ctrl_type, config.target_kl, config.horizon),
-        make_probe(train_prompts, world.device), memory,
+        rollout.make_probe(train_prompts, world.device), memory,
     )
-
-
-def plan_memory(
-    config: Config, folders: list[str], world: World
-) -> tuple[Config, plan.Plan | None]:
-    """Settle what is "auto". On GPUs by the plan, which is shown; a run that it says does not fit
-    is warned, not refused: some of it is estimated."""
-    if world.device.type == "cpu":
-        return plan.resolve_auto(config, None, world.size, None), None
-    shape, critic_shape = map(plan.find_shape, folders)
-    gpu_bytes = min(all_gather(torch.cuda.mem_get_info()[1], world))
-    where = shape, world.size, gpu_bytes, critic_shape
-    resolved = plan.resolve_auto(config, *where)
-    found = plan.memory_plan(resolved, *where)
-    if world.is_main:
-        print(plan.describe_plan(found, resolved), flush=True)
-        if found.excess > 0:
-            print(f"warning: {plan.remedy(config, *where)}", flush=True)
-    return resolved, found
-
-
-def planned_bytes(found: plan.Plan) -> dict[str, tuple[float, float]]:
-    """Of each phase, what is planned of the allocator's bytes, and which of those it counts are
-    not: a sleeping engine has given its memory back, and the allocator does not know."""
-    engine = torch.cuda.memory_allocated()  # nothing else is there yet
-    asleep = {phase: engine * (not size) for phase, size in found.owners["engine weights"].items()}
-    return {phase: (planned, asleep[phase]) for phase, planned in found.allocated.items()}
 
 
 def load_prompts(config: Config, tokenizer: Any, world: World, kind: str) -> list[data.Prompt]:
@@ -269,15 +242,6 @@ def make_learner(model: nn.Module, lr: float, config: Config, total_steps: int) 
         return shapes[config.lr_scheduler_type]
 
     return Learner(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor))
-
-
-def make_probe(prompts: list[data.Prompt], device: torch.device) -> data.Pack:
-    """The beginnings of four prompts, as if most of each were an answer: for check_published."""
-    probes = []
-    for prompt in prompts[:4]:
-        start, rest = prompt.ids[:1], prompt.ids[1:48]
-        probes.append(data.Rollout(dataclasses.replace(prompt, ids=start), rest, "length"))
-    return data.pack(data.collate(probes), range(len(probes))).to(device)
 
 
 # ------------------------------------------------------------------------------------ phases 2-5
@@ -579,13 +543,6 @@ def report(step: int, run: Run, metrics: Metrics) -> dict[str, float]:
     return record
 
 
-def show_samples(step: int, rollouts: list[data.Rollout], run: Run) -> None:
-    data.save_rollouts(rollouts[:4], run.tokenizer, run.folder / "samples.jsonl", step=step)
-    first = rollouts[0]
-    answer = run.tokenizer.decode(first.response_ids)
-    tqdm.write(f"step {step}: {first.prompt.text!r} -> {answer!r} scores {first.score:g}")
-
-
 def open_run(config: Config, world: World) -> Path:
     """A new folder runs_dir/run_name with what a result needs to be repeated."""
     name = config.run_name or f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -666,13 +623,13 @@ def train(run: Run) -> None:
             with metrics.phase("testing"):
                 evaluate(run, metrics)
         if world.is_main and config.sample_freq and step % config.sample_freq == 0:
-            show_samples(step + 1, rollouts, run)
+            show_samples(step + 1, rollouts, run.tokenizer, run.folder)
         record = report(step + 1, run, metrics)
         score_, kl = record["critic/score/mean"], record.get("actor/reward_kl_penalty", math.nan)
         length = record["response_length/mean"]
         bar.set_postfix(score=f"{score_:.3f}", kl=f"{kl:.4f}", length=f"{length:.1f}")
     if world.is_main:
-        print(memory_report(run.folder / "metrics.jsonl"), end="")
+        print(plan.memory_report(run.folder / "metrics.jsonl"), end="")
         print(f"{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}", flush=True)
 
 
@@ -697,6 +654,8 @@ def main() -> None:
         if not isinstance(error, SystemExit):  # the command line's own complaint is out already
             where = "" if is_main else f" on rank {os.environ['RANK']}"
             print(f"error{where}: {error}", file=sys.stderr)
+        if isinstance(error, torch.OutOfMemoryError):
+            print(plan.out_of_memory(config), file=sys.stderr)
     # No teardown: a peer that waits in a collective, or the engine's own, must not hold up the end.
     sys.stdout.flush()
     os._exit(status)

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 import data
 import losses
 import models
+import plan
 import ppo_fsdp
 import resharding
 import rollout
@@ -668,7 +669,7 @@ def test_a_rank_with_nothing_to_do_takes_part(ranks, files):
 def epochs(world, config):
     run = program(world, config)
     asked = [tuple(ids) for ids, _ in run.requests]
-    words = ppo_fsdp.batch_equation(config, world.size, run.num_steps, 10)
+    words = plan.batch_equation(config, world.size, run.num_steps, 10)
     return run.records, sorted(asked.count(ids) for ids in set(asked)), words, run.weights
 
 

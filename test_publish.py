@@ -57,7 +57,7 @@ def probe_of(name):
     tokenizer = models.load_tokenizer(models.resolve_model(name, CACHE))
     world = types.SimpleNamespace(is_main=False)
     prompts = ppo_fsdp.load_prompts(config, tokenizer, world, "train")
-    return ppo_fsdp.make_probe(prompts, torch.device("cpu"))
+    return rollout.make_probe(prompts, torch.device("cpu"))
 
 
 def start(world, layout, name, dtype="float32"):

@@ -23,23 +23,24 @@ BUDGETS = {
     "config.py": 300,  # an option and its checks are three lines; about 100 are to come
     "metrics.py": 200,
     "costs.py": 150,
-    "plan.py": 250,
+    "plan.py": 300,
     "data.py": 450,
     "rollout.py": 300,
     "models.py": 350,
     "resharding.py": 450,
     "losses.py": 400,
 }
-# The six of the design under 2,000, config.py, metrics.py, and 400 since memory is planned before it
-# is taken (costs.py: what a model costs; plan.py: who holds what): three settings choose themselves.
-TOTAL = 2900
+# The six of the design under 2,000, config.py, metrics.py, and 450 since memory is planned before
+# it is taken (costs.py: what a model costs; plan.py: who holds what): three settings choose
+# themselves.
+TOTAL = 2950
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
     "ppo_fsdp": {"config", "data", "losses", "metrics", "models", "plan", "resharding", "rollout"},
     "config": {"losses", "models", "rollout"},
     "metrics": {"config", "data", "losses"},
     "costs": {"config", "models"},
-    "plan": {"config", "costs", "models"},
+    "plan": {"config", "costs", "metrics", "models"},
     "rollout": {"data"},
     "models": {"data", "losses"},
     "resharding": set(),
