@@ -125,7 +125,7 @@ class Run:
     reference: nn.Module | None
     controller: losses.KLController
     probe: data.Pack
-    memory: plan.Plan | None  # on GPUs
+    memory: plan.Plan | None = None  # on GPUs
     num_publishes: int = 0
 
 

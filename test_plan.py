@@ -8,6 +8,7 @@ autograd keeps, and every byte that is alive in a real update on one rank, again
 
 import dataclasses
 import itertools
+import re
 import types
 import weakref
 from pathlib import Path
@@ -647,6 +648,21 @@ def test_the_program_plans_without_a_gpu(tmp_path, arguments, status, parts):
     assert done.status == [status], done.output
     assert "Traceback" not in done.output[0]
     assert all(part in done.output[0] for part in parts), done.output[0]
+
+
+def test_the_readme_has_the_numbers_of_its_example(capsys):
+    text = " ".join((Path(__file__).parent / "README.md").read_text().split())
+    arguments = re.search(r"ppo_fsdp.py (--plan --preset [\w -]+) answers", text)[1]
+    peak, phase, seconds = re.search(
+        r"a peak of ([\d.]+) GB in `(\w+)`, and at least ([\d.]+) s a step", text
+    ).groups()
+    assert plan.main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    assert f"a step takes at least {seconds} s" in printed
+    [peaks] = [line for line in printed.splitlines() if line.startswith("peak")]
+    assert f"{max(map(float, peaks.split()[3:])):.1f}" == peak
+    place = peaks.split()[3:].index(max(peaks.split()[3:], key=float))
+    assert printed.splitlines()[2].split()[place] == phase
 
 
 def test_every_preset_fits_where_it_is_meant_to_run():

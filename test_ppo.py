@@ -653,7 +653,7 @@ def test_every_pass_sees_every_row_in_mini_batches_of_its_own():
         for function, name in names.items():
             stack.enter_context(replaced(ppo_fsdp, function, recorder(name)))
         for step in range(3):
-            ppo_fsdp.ppo_update(batch, None, run, step, None)
+            ppo_fsdp.ppo_update(batch, None, run, step, ppo_fsdp.Metrics(WORLD))
     drawn = [
         [(name, tuple(rows.tolist()))
          for epoch in range(2) for rows in data.mini_batches(8, 4, 5, step, epoch)
