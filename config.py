@@ -165,14 +165,16 @@ class Config:
     reshard_after_forward: bool = True
     # On a GPU: compile each block and the head; about a minute more in the first step.
     use_torch_compile: bool = True
-    # Recompute a block's activations in the backward instead of keeping them.
-    gradient_checkpointing: bool = True
+    # Recompute activations in the backward instead of keeping them: mlp: the product inside the
+    # feed-forward, full: whole blocks; auto: the cheapest that fits the GPU (plan.py).
+    gradient_checkpointing: Literal["auto", "none", "mlp", "full"] = "auto"
 
     # ---- engine (vLLM's own names)
     tensor_parallel_size: int = 1
     # Share of the whole device memory for the engine's weights and cache together.
     gpu_memory_utilization: float = 0.5
-    # GiB of cache; 0: by gpu_memory_utilization on a GPU, max_num_seqs full sequences on a CPU.
+    # GiB of cache; 0: room for max_num_seqs full sequences (or all there are), on a GPU as far as
+    # it fits.
     kv_cache_gib: float = 0.0
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
@@ -180,8 +182,8 @@ class Config:
     # eagerly.
     cudagraph_capture_sizes: tuple[int, ...] = ()
     enforce_eager: bool = False
-    # Drop the engine's weights and cache while training.
-    free_cache_engine: bool = True
+    # Drop the engine's weights and cache while training; auto: only if they do not fit beside it.
+    free_cache_engine: Literal["auto", "yes", "no"] = "auto"
     # Compare engine and trainer on a probe batch at the first publish and then at every so many;
     # 0: at the first only.
     check_published_freq: int = 10
@@ -235,9 +237,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         instruction=" Answer with just the number.", train_max_samples=4096, val_max_samples=128,
         max_prompt_length=96, max_response_length=12, train_batch_size=24, ppo_mini_batch_size=12,
         total_training_steps=10, test_freq=0, ppo_max_token_len_per_gpu=2048,
-        lr=2e-5, critic_lr=1e-4, entropy_coeff=0.0, gradient_checkpointing=False,
+        lr=2e-5, critic_lr=1e-4, entropy_coeff=0.0,
         fsdp_size=1, reshard_after_forward=False, max_num_seqs=64, gpu_memory_utilization=0.3,
-        free_cache_engine=False,
     ),
     # Seconds a step: a random model made by the code, one token a character. To read along.
     "tiny": dict(
@@ -245,7 +246,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         train_max_samples=512, val_max_samples=64, max_prompt_length=112, max_response_length=8,
         train_batch_size=32, ppo_mini_batch_size=16, total_training_steps=10,
         ppo_max_token_len_per_gpu=2048, lr=1e-3, critic_lr=1e-3, max_num_seqs=64,
-        gpu_memory_utilization=0.2, free_cache_engine=False, log_prob_fraction=1.0,
+        gpu_memory_utilization=0.2, log_prob_fraction=1.0,
     ),
 }
 

@@ -18,17 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import data
 import losses
 from config import Config
 
 
+MEASURED, PLANNED = "perf/max_memory_allocated_gb/", "perf/planned_memory_gb/"
+
+
 class Metrics:
     """Numbers of one step: means over the global batch, reduced once and divided once."""
 
-    def __init__(self, world: Any):
+    def __init__(self, world: Any, plan: Any = None):
+        """`plan`: a plan.Plan, beside which the peaks of its phases are measured, on GPUs."""
         self.world = world
+        self.plan = plan
         self.parts: dict[str, list] = {}  # this rank's parts of a sum, and of its count
         self.known: dict[str, float] = {}  # what every rank has already
 
@@ -46,12 +52,21 @@ class Metrics:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Wall-clock seconds of a phase on this rank, as timing_s/<name>."""
+        """Wall-clock seconds of a phase on this rank, as timing_s/<name>; added up if it comes
+        several times. Of phases of the plan (none inside another) also planned and highest use."""
+        is_planned = self.plan is not None and name in self.plan.peaks
+        if is_planned:
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         yield
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        self.known[f"timing_s/{name}"] = time.perf_counter() - start
+        before = self.known.get(f"timing_s/{name}", 0.0)
+        self.known[f"timing_s/{name}"] = before + time.perf_counter() - start
+        if is_planned:
+            peak = (torch.cuda.max_memory_allocated() - self.plan.asleep[name]) / 1e9
+            self.known[MEASURED + name] = max(peak, self.known.get(MEASURED + name, 0.0))
+            self.known[PLANNED + name] = self.plan.allocated[name] / 1e9
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """One all-reduce for all sums. Every rank has added the same names."""
@@ -94,6 +109,14 @@ def describe(
         engine, trainer = engine[asked], exp.old_log_probs[asked]
         metrics.describe("training/rollout_log_probs_diff", (engine - trainer).abs())
         metrics.describe("training/rollout_probs_diff", (engine.exp() - trainer.exp()).abs())
+
+
+def show_samples(step: int, rollouts: list[data.Rollout], tokenizer: Any, folder: Path) -> None:
+    """Four answers of a step to samples.jsonl, one of them to the console."""
+    data.save_rollouts(rollouts[:4], tokenizer, folder / "samples.jsonl", step=step)
+    first = rollouts[0]
+    answer = tokenizer.decode(first.response_ids)
+    tqdm.write(f"step {step}: {first.prompt.text!r} -> {answer!r} scores {first.score:g}")
 
 
 def run_record(config: Config, ranks: int) -> dict[str, Any]:
@@ -143,15 +166,3 @@ def check_resume(facts: dict[str, Any], config: Config, num_steps: int) -> str:
                 "a new run with the checkpoint's hf folder as --model-path"
             )
     return ", ".join(changed.values())
-
-
-def batch_equation(config: Config, ranks: int, num_steps: int, num_prompts: int) -> str:
-    """The sizes of the run as arithmetic."""
-    prompts, n, passes = config.train_batch_size, config.n, config.ppo_epochs
-    minis = prompts // config.ppo_mini_batch_size
-    return (
-        f"{num_steps} steps x {prompts} prompts x {n} answers = {num_steps * prompts * n} "
-        f"sequences, {num_steps * prompts / num_prompts:.2f} epochs of {num_prompts} prompts, "
-        f"{ranks} ranks; a step: {minis} mini-batches of {prompts // minis * n} sequences x "
-        f"{passes} passes = {minis * passes} optimizer steps, {minis * passes * num_steps} in all"
-    )

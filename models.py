@@ -218,6 +218,18 @@ def _hidden_states(hf: nn.Module, pack: Pack) -> Tensor:
     return output.last_hidden_state[0]
 
 
+def _lean_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    """The feed-forward of Llama, Qwen and Mistral, W_down (silu(W_gate x) * W_up x): gate and up
+    are kept, silu(gate) and the product, half of the bytes, are computed again in the backward. No
+    matrix is multiplied twice: recomputation stops at the last tensor that was dropped."""
+
+    def down(gate: Tensor, up: Tensor) -> Tensor:
+        return mlp.down_proj(mlp.act_fn(gate) * up)
+
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    return checkpoint(down, gate, up, use_reentrant=False, preserve_rng_state=False)
+
+
 def build_actor(path: str, dtype: torch.dtype = torch.float32, **options) -> Actor:
     """The causal language model in folder or hub name `path`; options are those of _build."""
     hf = _build(AutoModelForCausalLM, path, dtype, **options)
@@ -240,14 +252,15 @@ def _build(
     dtype: torch.dtype,
     meta: bool = False,
     random_weights: bool = False,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: str = "none",
     compile: bool = False,
     **overrides,
 ) -> nn.Module:
     """`meta`: names and shapes only, for ranks that get their weights by broadcast.
-    `random_weights`: from the config alone (benchmarks). `compile`: fuse the element-wise work of
-    each block, one graph for all of them; fewer launches and less to keep for the backward.
-    Dropout is off everywhere: old and new log-probs must be comparable."""
+    `random_weights`: from the config alone (benchmarks). `gradient_checkpointing`: what the
+    backward computes once more instead of keeping it, "none", "mlp" or "full". `compile`: fuse the
+    element-wise work of each block, one graph for all of them; fewer launches and less to keep for
+    the backward. Dropout is off everywhere: old and new log-probs must be comparable."""
     config = read_config(path)
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):  # each architecture has names of its own
@@ -268,8 +281,14 @@ def _build(
             _check_weights(hf, path, report)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read a model from {path!r}: {_first_line(error)}") from error
-    if gradient_checkpointing:
+    if gradient_checkpointing == "full":
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if gradient_checkpointing == "mlp":
+        gated = [module for module in hf.modules() if hasattr(module, "gate_proj")]
+        if not gated:
+            raise ValueError(f"{path!r} has no gated feed-forward: recompute none or full of it")
+        for mlp in gated:
+            mlp.forward = functools.partial(_lean_mlp, mlp)
     if compile:
         for block in hf.modules():
             if type(block).__name__ in hf._no_split_modules:

@@ -3,6 +3,7 @@
     torchrun --nproc_per_node 8 ppo_fsdp.py                      Qwen2.5-0.5B-Instruct on GSM8K
     torchrun --nproc_per_node 2 ppo_fsdp.py --preset smollm2     needs no hub, and no GPU
     python ppo_fsdp.py --help                                    every option (config.py)
+    python ppo_fsdp.py --plan --gpus 8 --gpu H100                does it fit, and where? (plan.py)
 
 One process a device. Each holds 1/W of every weight and a whole (or tensor-parallel) vLLM engine.
 A step has twelve phases, numbered in `train`. After phase 4 every rank holds the ids and scalars of
@@ -40,10 +41,13 @@ import data
 import evaluation
 import losses
 import models
+import plan
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
-from metrics import Metrics, batch_equation, check_resume, describe, drop_lines_after, run_record
+from metrics import (
+    Metrics, check_resume, describe, drop_lines_after, run_record, show_samples,
+)
 from mirrors import Mirrors
 
 
@@ -136,6 +140,7 @@ class Run:
     reference: nn.Module | None
     controller: losses.KLController
     probe: data.Pack
+    memory: plan.Plan | None = None  # on GPUs
     num_publishes: int = 0
     first_step: int = 0  # steps that were done before this start
     stopping: bool = False  # a rank got SIGTERM or SIGINT, and all know
@@ -155,6 +160,8 @@ def setup(config: Config, world: World) -> Run:
         dist.barrier()
     for folder in folders:
         check_model(config, folder)
+    own = torch.cuda.mem_get_info()[1] if world.device.type == "cuda" else 0
+    config, memory = plan.settle(config, folders, all_gather(own, world), world.is_main)
     tokenizer = models.load_tokenizer(folders[0])
     train_prompts, val_prompts = evaluation.load_prompts(config, tokenizer, world.say)
     data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # checks the sizes
@@ -165,7 +172,7 @@ def setup(config: Config, world: World) -> Run:
     check_config(dataclasses.replace(config, total_training_steps=num_steps), world.size)
     folder, checkpoint = open_run(config, world, num_steps)
     mirrors.open(folder, dataclasses.asdict(config))
-    world.say(batch_equation(config, world.size, num_steps, len(train_prompts)))
+    world.say(plan.batch_equation(config, world.size, num_steps, len(train_prompts)))
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
     engine = build_engine(config, folders[0], tokenizer, world)
     rollout.sleep(engine)
@@ -174,7 +181,7 @@ def setup(config: Config, world: World) -> Run:
         config, world, folder, num_steps, tokenizer, train_prompts, val_prompts, reward,
         engine, actor, critic, reference,
         losses.KLController(config.kl_coef, config.kl_ctrl_type, config.target_kl, config.horizon),
-        make_probe(train_prompts, world.device), mirrors=mirrors,
+        rollout.make_probe(train_prompts, world.device), memory, mirrors=mirrors,
     )
     if checkpoint is not None:
         resume(checkpoint, run)
@@ -184,12 +191,13 @@ def setup(config: Config, world: World) -> Run:
 def build_engine(config: Config, path: str, tokenizer: Any, world: World) -> rollout.Engine:
     names = (
         "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_gib", "seed",
-        "tensor_parallel_size", "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine",
+        "tensor_parallel_size", "enforce_eager", "cudagraph_capture_sizes",
     )
     return rollout.build_engine(
         path, models.stop_token_ids(path, tokenizer), dtype=getattr(torch, config.dtype),
         max_model_len=config.max_prompt_length + config.max_response_length,
-        rank=world.rank, world_size=world.size, **{name: getattr(config, name) for name in names},
+        rank=world.rank, world_size=world.size, free_cache_engine=config.free_cache_engine == "yes",
+        **{name: getattr(config, name) for name in names},
     )
 
 
@@ -238,15 +246,6 @@ def make_learner(model: nn.Module, lr: float, config: Config, total_steps: int) 
         return shapes[config.lr_scheduler_type]
 
     return Learner(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor))
-
-
-def make_probe(prompts: list[data.Prompt], device: torch.device) -> data.Pack:
-    """The beginnings of four prompts, as if most of each were an answer: for check_published."""
-    probes = []
-    for prompt in prompts[:4]:
-        start, rest = prompt.ids[:1], prompt.ids[1:48]
-        probes.append(data.Rollout(dataclasses.replace(prompt, ids=start), rest, "length"))
-    return data.pack(data.collate(probes), range(len(probes))).to(device)
 
 
 # ------------------------------------------------------------------------------------ phases 2-5
@@ -438,9 +437,11 @@ def ppo_update(
         draw = (config.seed, step, epoch)
         for rows in data.mini_batches(len(batch.lengths), mini_batch_rows, *draw):
             if run.critic is not None:
-                update_critic(batch, experience, rows, run, metrics)
+                with metrics.phase("update_critic"):
+                    update_critic(batch, experience, rows, run, metrics)
             if step >= config.critic_warmup:
-                update_actor(batch, experience, rows, run, metrics)
+                with metrics.phase("update_actor"):
+                    update_actor(batch, experience, rows, run, metrics)
 
 
 def update_actor(
@@ -558,13 +559,6 @@ def report(step: int, run: Run, metrics: Metrics) -> dict[str, float]:
     return record
 
 
-def show_samples(step: int, rollouts: list[data.Rollout], run: Run) -> None:
-    data.save_rollouts(rollouts[:4], run.tokenizer, run.folder / "samples.jsonl", step=step)
-    first = rollouts[0]
-    answer = run.tokenizer.decode(first.response_ids)
-    tqdm.write(f"step {step}: {first.prompt.text!r} -> {answer!r} scores {first.score:g}")
-
-
 def open_run(config: Config, world: World, num_steps: int) -> tuple[Path, Path | None]:
     """(folder runs_dir/run_name with what a result needs to be repeated, checkpoint to start from
     or None)"""
@@ -643,7 +637,7 @@ def train(run: Run) -> None:
     steps = range(run.first_step, run.num_steps)
     bar = tqdm(steps, "steps", run.num_steps, initial=steps.start, disable=not world.is_main)
     for step in bar:
-        metrics = Metrics(world)
+        metrics = Metrics(world, run.memory)
         with metrics.phase("step"):
             # 1. sample prompts: a pure function of (seed, step)
             draw = (step, config.seed, config.train_batch_size)
@@ -697,7 +691,7 @@ def train(run: Run) -> None:
             with metrics.phase("testing"):
                 evaluate(step + 1, run, metrics)
         if world.is_main and config.sample_freq and step % config.sample_freq == 0:
-            show_samples(step + 1, rollouts, run)
+            show_samples(step + 1, rollouts, run.tokenizer, run.folder)
         record = report(step + 1, run, metrics)
         score_, kl = record["critic/score/mean"], record.get("actor/reward_kl_penalty", math.nan)
         length = record["response_length/mean"]
@@ -708,6 +702,8 @@ def train(run: Run) -> None:
         if run.stopping:
             break
     bar.close()
+    if report := plan.memory_report(run.folder / "metrics.jsonl"):
+        world.say(report)
     done = f"stopped by a signal, {step + 1} of " if run.stopping else ""
     world.say(f"{done}{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}")
 
@@ -717,6 +713,8 @@ def main() -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     status = 0
     try:
+        if "--plan" in sys.argv:
+            raise SystemExit(plan.main(sys.argv[1:]))
         config = parse_config(sys.argv[1:], is_main)
         run = setup(config, init_distributed())
         train(run)
@@ -738,6 +736,8 @@ def main() -> None:
             if not foreseen:
                 traceback.print_exc()
             print(f"error{where}: {error}", file=sys.stderr)
+        if isinstance(error, torch.OutOfMemoryError):
+            print(plan.out_of_memory(config), file=sys.stderr)
     # No teardown: a peer that waits in a collective, or the engine's own, must not hold up the end.
     sys.stdout.flush()
     os._exit(status)

@@ -9,6 +9,7 @@ Token ids go in and token ids come out; text is never seen here. This is the onl
 vLLM, and it does so late: a wrong setting is reported without waiting for it.
 """
 
+import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from data import Prompt, Rollout
+from data import Pack, Prompt, Rollout, collate, pack
 
 CPU_BLOCK_SIZE = 32  # tokens of a cache block; of vLLM's 128 a short answer would waste the most
 
@@ -246,6 +247,16 @@ def _to_rollout(output, prompt: Prompt, sample: int) -> Rollout:
         starts = answer.logprobs.start_indices  # of each place; the sampled token is its first
         log_probs = [answer.logprobs.logprobs[start] for start in starts]
     return Rollout(prompt, ids, answer.finish_reason, sample=sample, log_probs=log_probs)
+
+
+def make_probe(prompts: list[Prompt], device: torch.device) -> Pack:
+    """The beginnings of four prompts, as if most of each were an answer: what the engine and the
+    trainer both score in resharding.check_published."""
+    probes = []
+    for prompt in prompts[:4]:
+        start, rest = prompt.ids[:1], prompt.ids[1:48]
+        probes.append(Rollout(dataclasses.replace(prompt, ids=start), rest, "length"))
+    return pack(collate(probes), range(len(probes))).to(device)
 
 
 def sleep(engine: Engine) -> None:

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 import data
 import losses
 import models
+import plan
 import ppo_fsdp
 import resharding
 import rollout
@@ -68,8 +69,8 @@ def config_of(files, **changes):
         preset="tiny", train_data=str(files / "prompts.jsonl"), runs_dir=str(files),
         train_batch_size=4, ppo_mini_batch_size=4, max_prompt_length=16, max_response_length=4,
         train_max_samples=-1, total_training_steps=2, val_before_train=False, val_max_samples=2,
-        test_freq=0, sample_freq=0, free_cache_engine=True, check_published_freq=0,
-        gradient_checkpointing=False,
+        test_freq=0, sample_freq=0, free_cache_engine="yes", check_published_freq=0,
+        gradient_checkpointing="none",
     )
     return Config(**(PRESETS["tiny"] | settings | changes))
 
@@ -668,7 +669,7 @@ def test_a_rank_with_nothing_to_do_takes_part(ranks, files):
 def epochs(world, config):
     run = program(world, config)
     asked = [tuple(ids) for ids, _ in run.requests]
-    words = ppo_fsdp.batch_equation(config, world.size, run.num_steps, 10)
+    words = plan.batch_equation(config, world.size, run.num_steps, 10)
     return run.records, sorted(asked.count(ids) for ids in set(asked)), words, run.weights
 
 
@@ -762,7 +763,7 @@ def test_no_network_has_dropout(gpt2):
     off though the network stays in training mode: two forwards are equal, with checkpointing and
     without. Otherwise the ratio is not 1 before the first update."""
     pack = data.pack(batch_of(*SEQUENCES), [0, 1, 2])
-    for checkpointing in (False, True):
+    for checkpointing in ("none", "full"):
         actor = models.build_actor(gpt2, gradient_checkpointing=checkpointing)
         assert actor.training and torch.equal(actor(pack), actor(pack))
 

@@ -7,6 +7,7 @@ logits, log_softmax in plain sight. Nothing of ours is in it but the weights. Th
 query and 2 key-value heads, so grouped-query attention is always part of the claim.
 """
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -333,26 +334,48 @@ def test_chunks_of_logits_are_not_mathematics():
             same(gradient, whole[2][name], atol=2e-5 * max(1.0, scale))
 
 
+def increment(count, name, *_):
+    count[name] += 1
+
+
 @pytest.mark.parametrize("builder", [models.build_actor, models.build_critic])
 def test_gradient_checkpointing_recomputes_and_changes_nothing(builder):
-    """On: each block runs twice (forward, and again in the backward). Off: once. Same gradients.
-    transformers checkpoints in training mode only, so a network in eval mode would run once."""
+    """Bit for bit the same gradients with "mlp" and "full". What is kept: of the feed-forward's 4
+    tensors a token (gate, silu(gate), up, product) "mlp" has 2 left, "full" keeps a block's input.
+    What runs twice: in "full" each block, in "mlp" no attention and no matrix. transformers
+    checkpoints in training mode only, so a network in eval mode would keep all."""
     pack = data.pack(batch_of(), range(5))
-    found, calls = {}, {}
-    for on in (False, True):
-        network = sharpen(builder(tiny(), gradient_checkpointing=on))
-        count = [0] * len(network.hf.model.layers)
+    tokens, ffn = len(pack.input_ids), 256
+    found, calls, kept = {}, {}, {}
+    for mode in ("none", "mlp", "full"):
+        network = sharpen(builder(tiny(), gradient_checkpointing=mode))
+        count = {"self_attn": 0, "gate_proj": 0, "act_fn": 0}
 
-        def hook(attention, *_, counted=count):
-            counted[attention.layer_idx] += 1
+        for name, module in network.hf.model.layers.named_modules():
+            name = name.rsplit(".", 1)[-1]
+            if name in count:
+                module.register_forward_pre_hook(functools.partial(increment, count, name))
+        saved = {}
 
-        for layer in network.hf.model.layers:
-            layer.self_attn.register_forward_pre_hook(hook)
-        found[on] = gradients(network, network(pack).square().sum())
-        calls[on] = count
-    assert calls == {False: [1, 1], True: [2, 2]}
-    for name, gradient in found[False].items():
-        same(found[True][name], gradient, atol=1e-6 * max(1.0, gradient.abs().max().item()))
+        def keep(tensor, kept=saved):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = network(pack)
+        found[mode] = gradients(network, output.square().sum())
+        calls[mode] = count
+        for parameter in network.parameters():  # weights are there anyway
+            saved.pop(parameter.untyped_storage().data_ptr(), None)
+        kept[mode] = sum(x.untyped_storage().nbytes() for x in saved.values())
+    for mode in ("mlp", "full"):
+        assert all(torch.equal(found[mode][name], x) for name, x in found["none"].items())
+    once, twice = 2, 4  # of two blocks
+    assert calls["none"] == dict(self_attn=once, gate_proj=once, act_fn=once)
+    assert calls["mlp"] == dict(self_attn=once, gate_proj=once, act_fn=twice)
+    assert calls["full"] == dict(self_attn=twice, gate_proj=twice, act_fn=twice)
+    assert kept["none"] - kept["mlp"] == 2 * 2 * tokens * ffn * 4
+    assert kept["full"] < kept["mlp"]
 
 
 def test_dropout_is_off_in_training_mode(tmp_path):
@@ -373,7 +396,7 @@ def test_dropout_is_off_in_training_mode(tmp_path):
 
 
 @pytest.mark.parametrize("builder", [models.build_actor, models.build_critic])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "mlp", "full"])
 def test_a_pack_without_rows_gives_nothing_and_zero_gradients(builder, checkpointing):
     """K = 0 outputs, and a gradient of exactly 0 (not: none) for every parameter: a rank without
     work takes part in every collective of the backward."""

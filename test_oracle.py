@@ -384,7 +384,7 @@ def transformer_learns(world, folder, config, steps):
     """(the learnt policy, the reference's logits) with sharded actor, critic and reference."""
     task = Task(0, depth=2, end=1)
     config = dataclasses.replace(
-        config, dtype="float32", gradient_checkpointing=False, lr=1e-3, critic_lr=5e-3,
+        config, dtype="float32", gradient_checkpointing="none", lr=1e-3, critic_lr=5e-3,
         lr_scheduler_type="cosine", train_batch_size=13, ppo_mini_batch_size=13)
     actor, critic, reference = ppo_fsdp.build_networks(config, folder, world, steps)
     for learner in filter(None, (actor, critic)):

@@ -82,7 +82,7 @@ def small(files, **changes):
         train_data=str(files / "prompts.jsonl"), reward=f"{files / 'reward.py'}:digits",
         runs_dir=str(files), train_batch_size=16, ppo_mini_batch_size=8, max_prompt_length=48,
         val_max_samples=4, total_training_steps=2, val_before_train=False, test_freq=0,
-        sample_freq=0, entropy_coeff=0.01, gradient_checkpointing=False, save_freq=-1,
+        sample_freq=0, entropy_coeff=0.01, gradient_checkpointing="none", save_freq=-1,
     )
     return config_of(**(settings | changes))
 
@@ -158,11 +158,12 @@ RECIPES = {
     "ppo with everything": dict(
         ppo_epochs=2, use_kl_loss=True, kl_loss_type="k3+", kl_loss_coef=0.1, rollout_is="token",
         loss_agg_mode="seq-mean-token-mean", kl_ctrl_type="adaptive", horizon=100, kl_coef=0.05,
-        gamma=0.99, lam=0.95, gradient_checkpointing=True, reshard_after_forward=False,
+        gamma=0.99, lam=0.95, gradient_checkpointing="full", reshard_after_forward=False,
     ),
     "grpo": dict(
         adv_estimator="grpo", n=4, use_kl_loss=True, kl_loss_type="k2", use_kl_in_reward=False,
         loss_agg_mode="seq-mean-token-sum-norm", train_batch_size=8, ppo_mini_batch_size=4,
+        gradient_checkpointing="mlp",
     ),
     "rloo": dict(
         adv_estimator="rloo", n=3, rollout_is="sequence", loss_agg_mode="seq-mean-token-sum",
@@ -702,7 +703,7 @@ def test_every_pass_sees_every_row_in_mini_batches_of_its_own():
         for function, name in names.items():
             stack.enter_context(replaced(ppo_fsdp, function, recorder(name)))
         for step in range(3):
-            ppo_fsdp.ppo_update(batch, None, run, step, None)
+            ppo_fsdp.ppo_update(batch, None, run, step, ppo_fsdp.Metrics(WORLD))
     drawn = [
         [(name, tuple(rows.tolist()))
          for epoch in range(2) for rows in data.mini_batches(8, 4, 5, step, epoch)
@@ -915,7 +916,7 @@ def test_the_set_up_hears_every_option(ranks, files, tmp_path):
     engine = dict(
         max_num_seqs=3, max_num_batched_tokens=77, gpu_memory_utilization=0.11, kv_cache_gib=0.01,
         seed=23, tensor_parallel_size=1, enforce_eager=True, cudagraph_capture_sizes=(1, 4),
-        free_cache_engine=True,
+        free_cache_engine="yes",
     )
     changes = dict(
         model_path=str(folder), critic_model_path=str(critic), run_name="set-up", instruction="?",
@@ -933,6 +934,7 @@ def test_the_set_up_hears_every_option(ranks, files, tmp_path):
     assert control == dict(kl_coef=0.03, kind="adaptive", target_kl=0.07, horizon=321)
     assert asked["networks"] == dict(path=str(folder), critic_path=str(critic), num_steps=6)
     assert asked["engine"] == engine | dict(
+        free_cache_engine=True,
         path=str(folder), stop_token_ids=[1, 9], dtype=torch.bfloat16, max_model_len=11, rank=0,
         world_size=1,
     )

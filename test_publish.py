@@ -57,7 +57,7 @@ def probe_of(name):
     config = Config(**PRESETS["tiny"] | {"train_max_samples": 8})
     tokenizer = models.load_tokenizer(models.resolve_model(name, CACHE))
     prompts = evaluation.load_prompts(config, tokenizer, print)[0]
-    return ppo_fsdp.make_probe(prompts, torch.device("cpu"))
+    return rollout.make_probe(prompts, torch.device("cpu"))
 
 
 def start(world, layout, name, dtype="float32"):

@@ -86,7 +86,8 @@ def results_of(network, pack):
 def gaps(world, kind, lengths=LENGTHS, fault=None, checkpointing=False):
     """{name: |shared - whole| / |whole|} of the outputs, and of every parameter's gradient summed
     over the ranks."""
-    network, size = network_of(kind, gradient_checkpointing=checkpointing), world.size
+    mode = "full" if checkpointing else "none"
+    network, size = network_of(kind, gradient_checkpointing=mode), world.size
     batch = batch_of(lengths or LENGTHS)
     pack = data.pack(batch, range(len(lengths)), pad_to=size)
     expected = results_of(network, pack)
@@ -207,7 +208,8 @@ def test_a_pack_that_does_not_divide_is_refused(ranks):
 
 def exchanges(world, checkpointing):
     """Sizes of all that is exchanged, in the forward and in the backward."""
-    network, sizes = network_of("critic", gradient_checkpointing=checkpointing), []
+    mode = "full" if checkpointing else "none"
+    network, sizes = network_of("critic", gradient_checkpointing=mode), []
 
     def counting(received, x, group):
         sizes.append(x.numel())

@@ -43,7 +43,7 @@ WORK = {
     "1.5b": (256, 1, 512, 512, 1024, 64, 5),
 }
 # Nothing is recomputed, and the engine stays beside the trainer: there is room for both.
-ROOMY = ["--no-gradient-checkpointing", "--no-free-cache-engine", "--kv-cache-gib", "8"]
+ROOMY = ["--gradient-checkpointing", "none", "--free-cache-engine", "no", "--kv-cache-gib", "8"]
 OPTIONS = {
     "tiny": [],
     "135m": [*ROOMY, "--adv-estimator", "grpo", "--no-use-kl-in-reward", "--use-kl-loss",
@@ -252,32 +252,19 @@ def profile(run, batch, out: Path) -> None:
     out.write_text("\n".join(tables))
 
 
-def flops_of(path: str, lengths: list[int], rows: int) -> tuple[float, float]:
-    """(of a forward: 2 a weight and token, the causal half of attention, the head on `rows` tokens;
-    of an update as usually counted: 6 N T + 12 L q S2)."""
-    import models
-
-    c = models.read_config(path)
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    q, kv = c.num_attention_heads * width, c.num_key_value_heads * width
-    blocks = c.num_hidden_layers * c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size)
-    head = c.vocab_size * c.hidden_size
-    tokens, squares = sum(lengths), sum(n * n for n in lengths)
-    attention = c.num_hidden_layers * q * squares
-    return (2 * blocks * tokens + 2 * attention + 2 * head * rows,
-            6 * (blocks + head) * tokens + 12 * attention)
-
-
 def audit(run, batch, phases: dict) -> dict:
     """What was computed (for a comparison at equal work), and how well."""
+    import costs
+
     config, lengths, responses = run.config, batch.lengths, batch.response_lengths
-    flops, standard = flops_of(config.model_path, lengths.tolist(), int(responses.sum()))
-    headless, _ = flops_of(config.model_path, lengths.tolist(), 0)
+    shape = costs.find_shape(config.model_path)
+    actor = shape.true_update_flops(lengths.tolist(), int(responses.sum()))
+    critic = shape.true_update_flops(lengths.tolist(), 0)
     passes = 1 + (run.reference is not None)
     updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
     critics = int(run.critic is not None)
-    needed = 3 * config.ppo_epochs * (flops + critics * headless)
-    standard *= config.ppo_epochs * (1 + critics)
+    needed = config.ppo_epochs * (actor + critics * critic)
+    standard = config.ppo_epochs * (1 + critics) * shape.std_update_flops(lengths.tolist())
     return {
         "audit": {
             "prompt_tokens": int(batch.prompt_lengths.sum()),
@@ -355,6 +342,7 @@ def naive(run, batch) -> dict:
 
 def seven() -> dict:
     """Forward and backward of the 7B shape on one GPU, where its optimizer does not fit."""
+    import costs
     import data
     import models
     import ppo_fsdp
@@ -364,7 +352,7 @@ def seven() -> dict:
     world = ppo_fsdp.init_distributed()
     with tempfile.TemporaryDirectory() as folder:
         shapes.write_shape("7b", Path(folder), 8, 16)
-        flops, standard = flops_of(folder, [1280] * 6, 768 * 6)
+        shape = costs.find_shape(folder)
         with torch.device("cuda"):
             actor = models.build_actor(folder, torch.bfloat16, random_weights=True, compile=True)
     actor = resharding.shard_model(actor)
@@ -381,8 +369,13 @@ def seven() -> dict:
         actor.zero_grad()
 
     took = seconds(update, 5, 2)
-    return {"update_s": took, "tokens": int(batch.lengths.sum()), "mfu_true": 3 * flops / took / PEAK, "mfu_std": standard / took / PEAK,
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+    lengths = batch.lengths.tolist()
+    return {
+        "update_s": took, "tokens": sum(lengths),
+        "mfu_true": shape.true_update_flops(lengths, 768 * 6) / took / PEAK,
+        "mfu_std": shape.std_update_flops(lengths) / took / PEAK,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
 
 
 # ------------------------------------------------------------------------------------ the table
