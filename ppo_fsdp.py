@@ -702,8 +702,8 @@ def train(run: Run) -> None:
         if run.stopping:
             break
     bar.close()
-    if report := plan.memory_report(run.folder / "metrics.jsonl"):
-        world.say(report)
+    if table := plan.memory_report(run.folder / "metrics.jsonl"):
+        world.say(table)
     done = f"stopped by a signal, {step + 1} of " if run.stopping else ""
     world.say(f"{done}{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}")
 
