@@ -18,6 +18,7 @@ one packed micro-batch, W ranks.
 """
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -723,7 +724,8 @@ def main() -> None:
         dist.barrier()  # nobody leaves while another still needs it
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        foreseen = isinstance(error, (ValueError, SystemExit))
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)  # the disk
+        foreseen = full or isinstance(error, (ValueError, SystemExit))
         if not is_main or not foreseen:
             # Rank 0 says what this one complains of too, or another rank failed and this one only
             # lost it: torchrun ends this one meanwhile.

@@ -771,8 +771,9 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_run_that_was_not(program, 
     assert len(coefficients) == 6  # the controller moved in every step
     ends = [state_of(root / "step_000006") for root in checkpoints]
     assert len(ends[0]) > 100 and same(*ends) == []
-    samples = [root.parent.joinpath("samples.jsonl").read_text() for root in checkpoints]
-    assert samples[0] == samples[1]
+    for name in ("samples.jsonl", "failures.jsonl"):
+        ours, theirs = [(root.parent / name).read_text() for root in checkpoints]
+        assert ours == theirs and len(ours.splitlines()) > 3
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -825,6 +826,17 @@ def test_a_saved_run_loads_in_plain_transformers_and_plain_vllm(ranks, straight)
     torch.testing.assert_close(log_probs_of(model, sequences), ours, rtol=0, atol=1e-5)
     (theirs,) = ranks[1](plain_vllm, folder / "hf", sequences)
     torch.testing.assert_close(torch.tensor(theirs), ours, rtol=0, atol=1e-4)
+
+
+def test_a_full_disk_is_one_sentence_wherever_it_is_met(program):
+    """Not only a checkpoint may find no room: /dev/full takes nothing, and is where the samples of
+    step 1 go. Rank 0 says what the system said, without a traceback, and all ranks end."""
+    (program.folder / "full").mkdir()
+    (program.folder / "full" / "samples.jsonl").symlink_to("/dev/full")
+    done = program("full", sample_freq=1)
+    assert 0 not in done.status
+    assert "error: [Errno 28] No space left on device" in done.output[0]
+    assert "Traceback" not in "".join(done.output), done.output
 
 
 REFUSED = {
