@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,16 +142,21 @@ def _item(c: Config) -> int:
     return 4 if c.dtype == "float32" else 2
 
 
+def _longest(c: Config) -> int:
+    """Tokens of the longest sequence that one rank trains on: all, or a part if ranks share it."""
+    return -(-(c.max_prompt_length + c.max_response_length) // c.ulysses_sequence_parallel_size)
+
+
 def _pass(c: Config, shape: Shape, phase: str, num_gpus: int) -> dict[str, float]:
     """What a forward or an update holds at its peak. Of an update that is the fuller of two
     moments: as the backward of the last micro-batch begins, in the head or in a block, and as it
     ends, when no activations are left."""
     item, is_update, has_head = _item(c), phase.startswith("update"), phase not in OF_CRITIC
-    longest = c.max_prompt_length + c.max_response_length
     prompts = c.ppo_mini_batch_size if is_update else c.train_batch_size
-    share = math.ceil(prompts * c.n / num_gpus) * longest  # tokens of this rank
+    groups = num_gpus // c.ulysses_sequence_parallel_size  # of ranks that share micro-batches
+    share = math.ceil(prompts * c.n / groups) * _longest(c)  # tokens of this rank
     cap = getattr(c, CAPS[phase]) or 2 * c.ppo_max_token_len_per_gpu
-    tokens = min(share, cap if c.use_dynamic_bsz else c.ppo_micro_batch_size_per_gpu * longest)
+    tokens = min(share, cap if c.use_dynamic_bsz else c.ppo_micro_batch_size_per_gpu * _longest(c))
     logits = min(LOGITS_CHUNK, tokens) * shape.vocab * has_head
     entropy = phase == "old_log_prob" or (is_update and c.entropy_coeff != 0)
     eager = LOGITS_EAGER_WITH_ENTROPY if entropy else LOGITS_EAGER
@@ -261,11 +266,10 @@ def remedy(
         return memory_plan(changed, shape, gpus, gpu_bytes, critic)
 
     cap = CAPS.get(plan_of().fullest, CAPS["old_log_prob"])
-    longest = c.max_prompt_length + c.max_response_length
-    most = (getattr(c, cap) or 2 * c.ppo_max_token_len_per_gpu) // longest
+    most = (getattr(c, cap) or 2 * c.ppo_max_token_len_per_gpu) // _longest(c)
     values = dict(gradient_checkpointing=["mlp", "full"], free_cache_engine=["yes"])
     values["kv_cache_gib"] = [0.0]
-    values[cap] = [rows * longest for rows in range(most, 0, -1)]
+    values[cap] = [rows * _longest(c) for rows in range(most, 0, -1)]
     values["fsdp_size"] = [0]
     values["tensor_parallel_size"] = [k for k in (2, 4, 8) if num_gpus % k == 0]
     values["gpus"] = [k * num_gpus for k in (2, 4, 8, 16, 32)]
@@ -278,10 +282,10 @@ def remedy(
 
 
 def settle(
-    c: Config, folders: Sequence[str], gpus: Sequence[float], is_main: bool
+    c: Config, folders: Sequence[str], gpus: Sequence[float], say: Callable[[str], None]
 ) -> tuple[Config, Plan | None]:
     """What a run starts with: every "auto" made concrete, on GPUs (bytes of each rank's; 0 on a
-    CPU) by the smallest of them. The plan is shown; where it says no the run is warned, not
+    CPU) by the smallest of them. `say` gets the plan; where it says no the run is warned, not
     refused: some of it is estimated."""
     if not min(gpus):
         return resolve_auto(c, None, len(gpus), None), None
@@ -289,10 +293,9 @@ def settle(
     where = shape, len(gpus), min(gpus), critic
     found = resolve_auto(c, *where)
     plan = memory_plan(found, *where)
-    if is_main:
-        print(describe_plan(plan, found), flush=True)
-        if plan.excess > 0:
-            print(f"warning: {remedy(c, *where)}", flush=True)
+    say(describe_plan(plan, found))
+    if plan.excess > 0:
+        say(f"warning: {remedy(c, *where)}")
     return found, plan
 
 

@@ -46,9 +46,7 @@ import plan
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
-from metrics import (
-    Metrics, check_resume, describe, drop_lines_after, run_record, show_samples,
-)
+from metrics import Metrics, check_resume, describe, drop_lines_after, run_record, show_samples
 from mirrors import Mirrors
 
 
@@ -162,7 +160,7 @@ def setup(config: Config, world: World) -> Run:
     for folder in folders:
         check_model(config, folder)
     own = torch.cuda.mem_get_info()[1] if world.device.type == "cuda" else 0
-    config, memory = plan.settle(config, folders, all_gather(own, world), world.is_main)
+    config, memory = plan.settle(config, folders, all_gather(own, world), world.say)
     tokenizer = models.load_tokenizer(folders[0])
     train_prompts, val_prompts = evaluation.load_prompts(config, tokenizer, world.say)
     data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # checks the sizes

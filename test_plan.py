@@ -674,19 +674,32 @@ def test_every_preset_fits_where_it_is_meant_to_run():
         assert memory_plan(c, *where).excess <= 0, name
 
 
-def test_set_up_settles_auto_by_the_smallest_card(capsys):
-    """A run on GPUs plans with the memory of the smallest, shows the table on rank 0, and warns
-    with the sentence if it does not fit; what is "auto" is settled. A CPU plans nothing."""
+def test_set_up_settles_auto_by_the_smallest_card():
+    """A run on GPUs plans with the memory of the smallest, says the table, and warns with the
+    sentence if it does not fit; what is "auto" is settled. A CPU plans nothing."""
     folders = [models.resolve_model("tiny", CACHE)] * 2
     for smallest, fits in ((80e9, True), (6e9, False)):
-        c, found = plan.settle(Config(**PRESETS["tiny"]), folders, [141e9, smallest], True)
+        said = []
+        c, found = plan.settle(Config(**PRESETS["tiny"]), folders, [141e9, smallest], said.append)
         assert found.gpu_bytes == smallest and c.kv_cache_gib > 0
         assert "auto" not in (c.gradient_checkpointing, c.free_cache_engine)
-        shown = capsys.readouterr().out
-        assert "KV cache" in shown and ("warning: " in shown) == (not fits)
-    assert plan.settle(c, folders, [141e9, 6e9], False) == (c, found)
-    assert plan.settle(c, folders, [0, 0], True) == (c, None)
-    assert capsys.readouterr().out == ""
+        assert "KV cache" in said[0] and len(said) == (1 if fits else 2)
+    assert said[1].startswith("warning: ")
+    assert plan.settle(c, folders, [0, 0], None) == (c, None)
+
+
+def test_ranks_that_share_a_micro_batch_hold_a_part_of_each_sequence():
+    """Ulysses on 8 ranks, 4 groups of 2: twice the sequences, half of each; a sequence that is over
+    the cap of one rank is within that of two. The number of tokens on a rank stays."""
+    shape, sizes = KNOWN["qwen2.5-7b"], {}
+    for shared in (1, 2):
+        c = settings(ulysses_sequence_parallel_size=shared, ppo_max_token_len_per_gpu=1536)
+        owners = memory_plan(c, shape, 8, 80e9).owners
+        sizes[shared] = {owner: size["update_actor"] for owner, size in owners.items()}
+    assert sizes[1] == sizes[2]
+    c = settings(ulysses_sequence_parallel_size=2, ppo_max_token_len_per_gpu=3 * 768)
+    longer = memory_plan(c, shape, 8, 80e9).owners["activations"]["update_actor"]
+    assert longer / sizes[1]["activations"] == pytest.approx(1.5)
 
 
 def test_a_sleeping_engine_is_counted_by_the_allocator_alone():
