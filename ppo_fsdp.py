@@ -46,7 +46,7 @@ import plan
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
-from metrics import Metrics, check_resume, describe, drop_lines_after, run_record, show_samples
+from metrics import Metrics, check_resume, describe, go_back_to, show_samples, write_record
 from mirrors import Mirrors
 
 
@@ -577,9 +577,7 @@ def open_run(config: Config, world: World, num_steps: int) -> tuple[Path, Path |
         )
     resharding.check_folder(folder)
     if world.is_main:
-        record = run_record(config, world.size)
-        file = folder / (f"config-from-step-{step}.json" if step else "config.json")
-        file.write_text(json.dumps(record, indent=1))
+        write_record(folder, config, world.size, step)
     return folder, checkpoint
 
 
@@ -595,11 +593,11 @@ def moving_parts(run: Run) -> tuple:
 def save(step: int, run: Run, record: dict[str, float]) -> None:
     """A checkpoint of the state after `step`. Collective."""
     start, config = time.perf_counter(), run.config
-    scores = [value for name, value in record.items() if name.startswith("val-core/")]
+    scores = (value for name, value in record.items() if name.startswith("val-core/"))
     folder = resharding.save_checkpoint(
         run.folder / "checkpoints", step, *moving_parts(run), tokenizer=run.tokenizer,
         export_dtype=getattr(torch, config.dtype), keep=config.max_ckpt_to_keep,
-        score=scores[0] if scores else None,
+        score=next(scores, None),  # of the first validation set, if this step has evaluated
         notes=dict(config=dataclasses.asdict(config), num_publishes=run.num_publishes),
     )
     if run.world.is_main:
@@ -614,9 +612,7 @@ def resume(checkpoint: Path, run: Run) -> None:
     rollout.sleep(run.engine)
     run.num_publishes = checkpoints.read_facts(checkpoint)["notes"]["num_publishes"]
     if run.world.is_main:
-        drop_lines_after(run.first_step, run.folder / "metrics.jsonl", "training/global_step")
-        for name in ("samples.jsonl", "failures.jsonl"):
-            drop_lines_after(run.first_step, run.folder / name, "step")
+        go_back_to(run.first_step, run.folder)
 
 
 # ------------------------------------------------------------------------------------ the loop

@@ -651,13 +651,13 @@ def test_a_network_that_is_no_actor_is_exported_under_its_own_class(ranks, tmp_p
 def test_lines_after_the_resumed_step_are_dropped(tmp_path):
     """What was written after the checkpoint is written again; a line torn by the kill goes too; a
     file that is not there stays so."""
-    file = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": number, "x": 1 / 3}) + "\n" for number in (0, 1, 2, 3, 4)]
-    file.write_text("".join(lines) + '{"step": 5, "x": 0.3')
-    metrics.drop_lines_after(3, file, "step")
-    assert file.read_text() == "".join(lines[:4])
-    metrics.drop_lines_after(3, tmp_path / "absent.jsonl", "step")
-    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
+    for name, key in (("metrics", "training/global_step"), ("failures", "step")):
+        lines = [json.dumps({key: number, "x": 1 / 3}) + "\n" for number in (0, 1, 2, 3, 3, 4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines) + f'{{"{key}": 5, "x": 0.3')
+    metrics.go_back_to(3, tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["failures.jsonl", "metrics.jsonl"]
+    for file in tmp_path.iterdir():
+        assert [json.loads(line)["x"] for line in file.read_text().splitlines()] == [1 / 3] * 5
 
 
 def test_changed_options_are_said_or_refused():
