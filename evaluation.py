@@ -203,27 +203,22 @@ def failures(name: str, answers: Sequence[data.Rollout], texts: Sequence[str], n
     return rows
 
 
-def report(
-    step: int, answers: Sequence[data.Rollout], sets: dict[str, list[data.Prompt]], n: int,
-    tokenizer: Any, by_numbers: bool, table: Path | None, say: Callable[[str], None],
-) -> dict[str, float]:
-    """The metrics of all `sets`, whose answers follow one another; one line of each is said, and
-    what failed is appended to `table` (None: another rank does it)."""
-    prompts = [prompt for asked in sets.values() for prompt in asked]
-    check_complete(answers, prompts, n)
-    texts = [tokenizer.decode(a.response_ids, skip_special_tokens=True) for a in answers]
-    found: dict[str, float] = {}
-    start = 0
-    for name, asked in sets.items():
+def report(step: int, answers: Sequence[data.Rollout], run: Any) -> dict[str, float]:
+    """The metrics of all sets, whose answers follow one another. One line of each is said, and what
+    failed is appended to failures.jsonl."""
+    n, start, found = run.config.val_n, 0, {}
+    check_complete(answers, [p for asked in run.val_prompts.values() for p in asked], n)
+    texts = [run.tokenizer.decode(a.response_ids, skip_special_tokens=True) for a in answers]
+    for name, asked in run.val_prompts.items():
         part = slice(start, start + len(asked) * n)
         start = part.stop
         of_set = answers[part], texts[part], n
-        numbers = summarize(name, *of_set, by_numbers)
+        numbers = summarize(name, *of_set, by_numbers=not run.config.reward)
         found |= numbers
         core = [f"{key.split('/')[-1]} {x:.4f}" for key, x in numbers.items() if "val-core" in key]
-        say(f"evaluation of {name}, {len(asked)} prompts: {', '.join(core)}")
-        if table is not None:
-            with open(table, "a") as lines:
+        run.world.say(f"evaluation of {name}, {len(asked)} prompts: {', '.join(core)}")
+        if run.world.is_main:
+            with open(run.folder / "failures.jsonl", "a") as lines:
                 for row in failures(name, *of_set):
                     lines.write(json.dumps({"step": step} | row) + "\n")
-    return found | {"val/num_prompts": len(prompts)}
+    return found | {"val/num_prompts": len(answers) // n}

@@ -427,7 +427,8 @@ def compute_policy_loss(
 
     log r is clamped to +-20 (no gradient beyond), so a log-ratio of 200 is finite. rollout_weights
     multiply the loss after clipping. Metrics: clip_frac, clip_frac_high, clip_frac_lower,
-    approx_kl (old minus new log-prob, the k1 estimate of KL(old, new); verl's ppo_kl), ratio.
+    approx_kl (old minus new log-prob, the k1 estimate of KL(old, new); verl's ppo_kl), ratio,
+    ratio_gap (its distance from 1).
     Source: arXiv 1707.06347 eq. 7; separate bounds arXiv 2503.14476; dual clip arXiv 1912.09729
     eq. 5.
     Test: test_losses.py::test_clip_regions
@@ -463,6 +464,7 @@ def compute_policy_loss(
         "clip_frac_lower": masked_sum(capped, mask),
         "approx_kl": masked_sum(-log_ratio.detach(), mask),
         "ratio": masked_sum(ratio.detach(), mask),
+        "ratio_gap": masked_sum((ratio.detach() - 1).abs(), mask),
     }
     return _keep(loss, mask), metrics
 

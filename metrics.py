@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
@@ -80,6 +81,12 @@ class Metrics:
                 self.known[name] = pair[0] / pair[1] if pair[1] else 0.0
         return self.known
 
+    def in_short(self) -> dict[str, str]:
+        """What stands beside the bar of steps."""
+        kl = self.known.get("actor/reward_kl_penalty", math.nan)
+        score, length = self.known["critic/score/mean"], self.known["response_length/mean"]
+        return dict(score=f"{score:.3f}", kl=f"{kl:.4f}", length=f"{length:.1f}")
+
 
 def describe(
     batch: data.Batch, exp: Any, rewards: Tensor, entropy: Tensor, metrics: Metrics
@@ -94,6 +101,8 @@ def describe(
     known["response/truncated_ratio"] = batch.truncated.double().mean().item()
     known["perf/total_num_tokens"] = int(batch.lengths.sum())
     known["actor/entropy"] = losses.masked_mean(entropy, mask).item()
+    repeats = repeated_answers(batch, exp.old_log_probs, mask)
+    known["response/repeated"], known["response/repeated_by_chance"] = repeats
     if exp.values is not None:
         values, returns = exp.values[mask], exp.returns[mask]
         metrics.describe("critic/values", values)
@@ -109,6 +118,25 @@ def describe(
         engine, trainer = engine[asked], exp.old_log_probs[asked]
         metrics.describe("training/rollout_log_probs_diff", (engine - trainer).abs())
         metrics.describe("training/rollout_probs_diff", (engine.exp() - trainer.exp()).abs())
+
+
+def repeated_answers(batch: data.Batch, log_probs: Tensor, mask: Tensor) -> tuple[int, float]:
+    """(answers that say the very same as an earlier one to the same prompt, how many chance would
+    give).
+
+    An answer repeats one of the different earlier ones e with probability sum_e p(e); the sum of
+    that over all answers is what to expect. A sharp policy with short answers repeats itself often,
+    and rightly so. Test: test_alarms.py::test_chance_repeats_answers_as_often_as_probabilities_say
+    """
+    chances = log_probs.where(mask, 0).double().sum(1).exp().tolist()
+    earlier: dict[int, dict[tuple, float]] = {}
+    count, expected = 0, 0.0
+    rows = zip(batch.group_ids.tolist(), batch.responses.tolist(), batch.response_lengths.tolist())
+    for chance, (group, ids, length) in zip(chances, rows):
+        known, answer = earlier.setdefault(group, {}), tuple(ids[:length])
+        count, expected = count + (answer in known), expected + min(1.0, sum(known.values()))
+        known.setdefault(answer, chance)
+    return count, expected
 
 
 def show_samples(step: int, rollouts: list[data.Rollout], tokenizer: Any, folder: Path) -> None:

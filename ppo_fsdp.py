@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import alarms
 import checkpoints
 import data
 import evaluation
@@ -69,7 +70,7 @@ class World:
 
     def say(self, text: str) -> None:
         """One line on the console, by one rank."""
-        if self.is_main:
+        if self.is_main and text:
             tqdm.write(text)
             sys.stdout.flush()
 
@@ -171,6 +172,7 @@ def setup(config: Config, world: World) -> Run:
     check_config(dataclasses.replace(config, total_training_steps=num_steps), world.size)
     folder, checkpoint = open_run(config, world, num_steps)
     mirrors.open(folder, dataclasses.asdict(config))
+    alarms.check_grader(folder, [train_prompts, *val_prompts.values()], reward, world.is_main)
     world.say(plan.batch_equation(config, world.size, num_steps, len(train_prompts)))
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
     engine = build_engine(config, folders[0], tokenizer, world)
@@ -314,11 +316,7 @@ def evaluate(step: int, run: Run, metrics: Metrics) -> None:
     rollout.sleep(run.engine)
     answers = gather(answers, config.val_n, run)
     score(answers, run, Metrics(run.world))
-    table = run.folder / "failures.jsonl" if run.world.is_main else None
-    metrics.known |= evaluation.report(
-        step, answers, run.val_prompts, config.val_n, run.tokenizer, not config.reward, table,
-        run.world.say,
-    )
+    metrics.known |= evaluation.report(step, answers, run)
 
 
 # ------------------------------------------------------------------------------------ phases 6-10
@@ -493,6 +491,8 @@ def update_actor(
             metrics.add("actor/pg_clipfrac", sums["clip_frac"], len(pack.columns))
             metrics.add("actor/pg_clipfrac_lower", sums["clip_frac_lower"], len(pack.columns))
             metrics.add("actor/ppo_kl", sums["approx_kl"], len(pack.columns))
+            metrics.add("actor/ratio_gap", sums["ratio_gap"], len(pack.columns))
+    metrics.parts.setdefault("actor/first_ratio_gap", list(metrics.parts["actor/ratio_gap"]))
     optimizer_step(run.actor, "actor", config.max_grad_norm, metrics)
 
 
@@ -535,8 +535,6 @@ def optimizer_step(learner: Learner, name: str, max_norm: float, metrics: Metric
     if math.isfinite(norm):
         learner.optimizer.step()
         learner.scheduler.step()
-    elif metrics.world.is_main:
-        tqdm.write(f"warning: gradient norm of the {name} is {norm}: optimizer step skipped")
     learner.optimizer.zero_grad()
     metrics.add(f"{name}/grad_norm", norm, 1)
     skipped = metrics.known.get(f"{name}/skipped_steps", 0)
@@ -629,6 +627,7 @@ def train(run: Run) -> None:
         report(0, run, metrics)
     tempered = dict(temperature=config.temperature)
     log_prob_fraction = 1 if config.rollout_is != "none" else config.log_prob_fraction
+    alarm = alarms.Alarms(run.folder, world.is_main, config.dtype)
     steps = range(run.first_step, run.num_steps)
     bar = tqdm(steps, "steps", run.num_steps, initial=steps.start, disable=not world.is_main)
     for step in bar:
@@ -688,17 +687,15 @@ def train(run: Run) -> None:
         if world.is_main and config.sample_freq and step % config.sample_freq == 0:
             show_samples(step + 1, rollouts, run.tokenizer, run.folder)
         record = report(step + 1, run, metrics)
-        score_, kl = record["critic/score/mean"], record.get("actor/reward_kl_penalty", math.nan)
-        length = record["response_length/mean"]
-        bar.set_postfix(score=f"{score_:.3f}", kl=f"{kl:.4f}", length=f"{length:.1f}")
+        alarm.watch(record)
+        bar.set_postfix(metrics.in_short())
         due = last or run.stopping or (config.save_freq and (step + 1) % config.save_freq == 0)
         if due and config.save_freq >= 0:
             save(step + 1, run, record)
         if run.stopping:
             break
     bar.close()
-    if table := plan.memory_report(run.folder / "metrics.jsonl"):
-        world.say(table)
+    world.say(plan.memory_report(run.folder / "metrics.jsonl") if world.is_main else "")
     done = f"stopped by a signal, {step + 1} of " if run.stopping else ""
     world.say(f"{done}{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}")
 

@@ -228,6 +228,20 @@ def test_each_alarm_says_where_and_what(tmp_path):
     assert found["all rewards equal"][1] == "every answer scored 1"
 
 
+def test_alarms_of_the_run_itself_are_shown_too(tmp_path):
+    """alarms.jsonl: one entry a kind, with its steps and the first one's words; what the page finds
+    by itself is not shown twice."""
+    folder = write_run(tmp_path / "raised", [line(1, response__truncated_ratio=0.75), line(2)])
+    raised = [("duplicate samples", 1), ("most answers cut at the length limit", 1),
+              ("duplicate samples", 2)]
+    rows = [dict(step=step, what=what, saw=f"saw {step}", usual="none", look="seeds")
+            for what, step in raised]
+    (Path(folder) / "alarms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = report.alarms(report.read_run(folder))
+    assert [what for what, *_ in found] == [raised[1][0], raised[0][0]]
+    assert found[1] == ("duplicate samples", "1-2", "saw 1", "none", "seeds")
+
+
 def test_numbers_that_are_not_finite_leave_the_page_whole(tmp_path):
     """NaN, Infinity, one step only, nothing finite: the page stands and its JSON is strict."""
     for i, kl in enumerate([math.nan, math.inf, -math.inf] * 2):

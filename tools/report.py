@@ -88,6 +88,7 @@ class Run:
     steps: dict[int, dict[str, float]]
     config: dict[str, Any] | None = None
     samples: list[dict] = field(default_factory=list)
+    raised: list[dict] = field(default_factory=list)  # the run's own alarms
     alone: bool = False  # a file of metric lines without the run's folder
     half_lines: int = 0  # the last line of a file when the run was killed while writing it
     repeated: list[int] = field(default_factory=list)
@@ -182,7 +183,7 @@ def read_run(text: str) -> Run:
 
 
 def read_beside(run: Run, folder: Path) -> None:
-    """config.json and samples.jsonl, where the run has them."""
+    """config.json, samples.jsonl and alarms.jsonl, where the run has them."""
     if (folder / "config.json").exists():
         try:
             run.config = json.loads((folder / "config.json").read_text())
@@ -192,6 +193,9 @@ def read_beside(run: Run, folder: Path) -> None:
             raise ReportError(f"{folder / 'config.json'}: a JSON object was expected")
     if (folder / "samples.jsonl").exists():
         run.samples, half = read_lines(folder / "samples.jsonl")
+        run.half_lines += half
+    if (folder / "alarms.jsonl").exists():
+        run.raised, half = read_lines(folder / "alarms.jsonl")
         run.half_lines += half
 
 
@@ -283,6 +287,15 @@ def alarms(run: Run) -> list[tuple[str, str, str, str, str]]:
             "scores differ within a batch: equal ones teach nothing",
             "the reward function on a few samples; difficulty of the prompts; the batch size",
         ))
+    seen_here = {what for what, *_ in found}
+    raised: dict[str, list[dict]] = {}
+    for line in run.raised:
+        if line.get("what") not in seen_here:
+            raised.setdefault(str(line.get("what")), []).append(line)
+    for what, lines in raised.items():
+        words = [str(lines[0].get(key, "")) for key in ("saw", "usual", "look")]
+        steps = [int(line["step"]) for line in lines if is_number(line.get("step"))]
+        found.append((what, spans(steps), *words))
     if run.half_lines:
         found.append((
             "half-written last line", "-", f"{run.half_lines} left out", "0",
