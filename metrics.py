@@ -168,8 +168,8 @@ def write_record(folder: Path, config: Config, ranks: int, first_step: int) -> N
 def go_back_to(step: int, folder: Path) -> None:
     """Of what a run has written, keep what was up to `step`: resumed, it writes the rest again."""
     _drop_lines_after(step, folder / "metrics.jsonl", "training/global_step")
-    _drop_lines_after(step, folder / "samples.jsonl", "step")
-    _drop_lines_after(step, folder / "failures.jsonl", "step")
+    for name in ("samples.jsonl", "failures.jsonl", "alarms.jsonl"):
+        _drop_lines_after(step, folder / name, "step")
 
 
 def _drop_lines_after(step: int, file: Path, key: str) -> None:

@@ -40,6 +40,7 @@ from tqdm import tqdm
 import alarms
 import checkpoints
 import data
+import efficiency
 import evaluation
 import losses
 import models
@@ -640,7 +641,7 @@ def train(run: Run) -> None:
             with metrics.phase("update_weights"):
                 publish(run, metrics)
             # 3. generate
-            with metrics.phase("gen"):
+            with metrics.phase("gen"), efficiency.watch_gpu(metrics, "gen"):
                 answers = rollout.generate(
                     run.engine, prompts, n=config.n, max_tokens=config.max_response_length,
                     seed=config.seed, step=step + 1, log_prob_fraction=log_prob_fraction,
@@ -680,6 +681,7 @@ def train(run: Run) -> None:
                 ppo_update(batch, experience, run, step, metrics)
         # 12. report
         describe(batch, experience, rewards, entropy, metrics)
+        efficiency.describe(step, batch, run, metrics)
         last = step + 1 == run.num_steps
         if last or (config.test_freq and (step + 1) % config.test_freq == 0):
             with metrics.phase("testing"):

@@ -36,6 +36,7 @@ class Engine:
     dtype: torch.dtype
     stop_token_ids: list[int]
     can_sleep: bool
+    num_bytes: float = 0.0  # of its weights and cache, on a GPU
     has_weights: bool = False  # until the first publish, and after a sleep, which drops them
     has_cache: bool = True
     repacks: bool = False  # computes with copies of the weights in another layout
@@ -153,6 +154,7 @@ def build_engine(
         dtype=dtype,
         stop_token_ids=stop_token_ids,
         can_sleep=on_gpu and free_cache_engine,
+        num_bytes=torch.cuda.memory_allocated() if on_gpu else 0,  # nothing else is there yet
         repacks=not on_gpu,
     )
 

@@ -30,6 +30,7 @@ BUDGETS = {
     "alarms.py": 170,
     "costs.py": 150,
     "plan.py": 300,
+    "efficiency.py": 110,
     "data.py": 450,
     "rollout.py": 300,
     "models.py": 350,
@@ -39,16 +40,16 @@ BUDGETS = {
 # The six of the design under 2,300: saving, resuming and exporting are 200 lines of them, sequence
 # parallelism (what is cut, exchanged and put together again, each written out) 75. The others watch
 # and describe a run, or plan its memory before it is taken, and can be read apart.
-TOTAL = 3720
+TOTAL = 3830
 OTHERS = (
     "config.py", "metrics.py", "checkpoints.py", "evaluation.py", "mirrors.py", "alarms.py",
-    "costs.py", "plan.py",
+    "costs.py", "plan.py", "efficiency.py",
 )
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
     "ppo_fsdp": {
-        "alarms", "checkpoints", "config", "data", "evaluation", "losses", "metrics", "mirrors",
-        "models", "plan", "resharding", "rollout",
+        "alarms", "checkpoints", "config", "data", "efficiency", "evaluation", "losses", "metrics",
+        "mirrors", "models", "plan", "resharding", "rollout",
     },
     "config": {"losses", "models", "rollout"},
     "metrics": {"config", "data", "losses"},
@@ -56,6 +57,7 @@ IMPORTS = {
     "mirrors": set(),
     "alarms": {"data", "metrics"},
     "costs": {"config", "models"},
+    "efficiency": {"config", "costs", "data"},
     "plan": {"config", "costs", "metrics", "models"},
     "rollout": {"data"},
     "models": {"data", "losses"},
