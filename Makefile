@@ -1,4 +1,4 @@
-# make quickstart   set up, then train SmolLM2-135M with PPO: on all GPUs, or on 2 CPU ranks
+# make quickstart   set up, then train SmolLM2-135M with PPO on all GPUs or 2 CPU ranks; a report
 # make test         set up, then all tests
 # make mutants      set up, then plant faults one by one and see a test fail (tools/mutants.txt)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -13,6 +13,7 @@ ENGINE =
 RANKS ?= $(GPUS)
 endif
 SEED ?= 1
+RUN := $(or $(RUN),quickstart-$(SEED)-$(shell date +%Y%m%d-%H%M%S))
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
@@ -20,7 +21,9 @@ export TOKENIZERS_PARALLELISM = false
 .PHONY: quickstart test mutants clean
 
 quickstart: .venv/ready
-	.venv/bin/torchrun --nproc_per_node $(RANKS) ppo_fsdp.py --preset smollm2 --seed $(SEED) $(ARGS)
+	.venv/bin/torchrun --nproc_per_node $(RANKS) ppo_fsdp.py --preset smollm2 --seed $(SEED) \
+		--run-name $(RUN) $(ARGS)
+	.venv/bin/python tools/report.py runs/$(RUN)
 
 test: .venv/ready
 	.venv/bin/python -m pytest -q $(ARGS)
