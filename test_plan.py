@@ -692,11 +692,12 @@ def test_ranks_that_share_a_micro_batch_hold_a_part_of_each_sequence():
     """Ulysses on 8 ranks, 4 groups of 2: twice the sequences, half of each; a sequence that is over
     the cap of one rank is within that of two. The number of tokens on a rank stays."""
     shape, sizes = KNOWN["qwen2.5-7b"], {}
-    for shared in (1, 2):
-        c = settings(ulysses_sequence_parallel_size=shared, ppo_max_token_len_per_gpu=1536)
-        owners = memory_plan(c, shape, 8, 80e9).owners
-        sizes[shared] = {owner: size["update_actor"] for owner, size in owners.items()}
-    assert sizes[1] == sizes[2]
+    for cap in (10**6, 1536):  # all of a rank at once, or one sequence of one rank
+        for shared in (1, 2):
+            c = settings(ulysses_sequence_parallel_size=shared, ppo_max_token_len_per_gpu=cap)
+            owners = memory_plan(c, shape, 8, 80e9).owners
+            sizes[shared] = {owner: size["update_actor"] for owner, size in owners.items()}
+        assert sizes[1] == sizes[2]
     c = settings(ulysses_sequence_parallel_size=2, ppo_max_token_len_per_gpu=3 * 768)
     longer = memory_plan(c, shape, 8, 80e9).owners["activations"]["update_actor"]
     assert longer / sizes[1]["activations"] == pytest.approx(1.5)
