@@ -1,5 +1,6 @@
 # make quickstart   set up, then train SmolLM2-135M with PPO on all GPUs or 2 CPU ranks; a report
-# make test         set up, then all tests
+# make test         set up, then all tests but those of make test-nodes
+# make test-nodes   set up, then whole runs on 1, 2, 4 and 2 x 2 ranks: two torchrun agents
 # make mutants      set up, then plant faults one by one and see a test fail (tools/mutants.txt)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
@@ -18,7 +19,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: quickstart test mutants clean
+.PHONY: quickstart test test-nodes mutants clean
 
 quickstart: .venv/ready
 	.venv/bin/torchrun --nproc_per_node $(RANKS) ppo_fsdp.py --preset smollm2 --seed $(SEED) \
@@ -26,7 +27,10 @@ quickstart: .venv/ready
 	.venv/bin/python tools/report.py runs/$(RUN)
 
 test: .venv/ready
-	.venv/bin/python -m pytest -q $(ARGS)
+	.venv/bin/python -m pytest -q --ignore=test_nodes.py $(ARGS)
+
+test-nodes: .venv/ready
+	.venv/bin/python -m pytest -q test_nodes.py $(ARGS)
 
 mutants: .venv/ready
 	.venv/bin/python tools/mutants.py $(ARGS)

@@ -384,6 +384,9 @@ def resolve_model(path: str, cache: Path) -> str:
         try:
             writers[path](unfinished)
             os.rename(unfinished, folder)
+        except OSError:
+            if not folder.is_dir():  # else another machine with the same disk was faster
+                raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return str(folder)

@@ -48,7 +48,9 @@ import plan
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
-from metrics import Metrics, check_resume, describe, go_back_to, show_samples, write_record
+from metrics import (
+    Metrics, check_resume, describe, go_back_to, lost_rank, show_samples, write_record,
+)
 from mirrors import Mirrors
 
 
@@ -721,16 +723,17 @@ def main() -> None:
         foreseen = full or isinstance(error, (ValueError, SystemExit))
         if not is_main or not foreseen:
             # Rank 0 says what this one complains of too, or another rank failed and this one only
-            # lost it: torchrun ends this one meanwhile.
-            time.sleep(5)
+            # lost it: torchrun ends this one meanwhile. If that rank was on another machine, the
+            # first rank of this one speaks and ends, and torchrun ends the rest before they speak.
+            time.sleep(5 + int(os.environ.get("LOCAL_RANK", "0")))
         status = error.code if isinstance(error, SystemExit) else 1
         where = "" if is_main else f" on rank {os.environ['RANK']}"
         if SIGNALS and not foreseen:
             print(f"told to stop{where}, and then: {str(error).partition('. ')[0]}")
         elif not isinstance(error, SystemExit):  # its own complaint is out already
-            if not foreseen:
+            if not foreseen and not lost_rank(error):
                 traceback.print_exc()
-            print(f"error{where}: {error}", file=sys.stderr)
+            print(f"error{where}: {lost_rank(error) or error}", file=sys.stderr)
         if isinstance(error, torch.OutOfMemoryError):
             print(plan.out_of_memory(config), file=sys.stderr)
     # No teardown: a peer that waits in a collective, or the engine's own, must not hold up the end.

@@ -287,6 +287,11 @@ def _refresh_tied_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+def _input_size(module: torch.nn.Module) -> int:
+    """Columns of this rank's weight; a layer that no rank shares (an expert router) has no part."""
+    return getattr(module, "input_size_per_partition", None) or module.input_size
+
+
 @torch.no_grad()
 def _held_weights(model: torch.nn.Module) -> dict[str, list[Tensor]]:
     """vLLM's weights taken apart again: qkv_proj gives q_proj, k_proj and v_proj."""
@@ -301,7 +306,7 @@ def _held_weights(model: torch.nn.Module) -> dict[str, list[Tensor]]:
             if kind == "weight" and is_packed and hasattr(module, "cpu_linear"):
                 # On a CPU only a packed copy is computed with. It cannot be read, but it can be
                 # applied: x @ W.T with x the identity is W.T, exactly.
-                width = tensor.shape[1] if tensor.numel() else module.input_size_per_partition
+                width = tensor.shape[1] if tensor.numel() else _input_size(module)
                 identity = torch.eye(width, dtype=tensor.dtype)
                 tensor = module.cpu_linear(identity, tensor, None).T
             if last in fused:
