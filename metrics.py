@@ -155,10 +155,11 @@ def lost_rank(error: BaseException) -> str:
     if "gloo/transport" not in text:
         return ""
     address = re.search(r"\[([0-9a-f.:]+)\]:\d+", text)
+    where = f" on {address[1]}" if address else ""
     return (
-        f"lost the connection to a rank{f' on {address[1]}' if address else ''}: its process or its "
-        "machine is gone, and its own output says why; --run-name and --resume latest go on from "
-        "the newest checkpoint, over any number of ranks"
+        f"lost the connection to a rank{where}: its process or its machine is gone, and its own "
+        "output says why; --run-name and --resume latest go on from the newest checkpoint, over "
+        "any number of ranks"
     )
 
 

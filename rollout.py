@@ -47,7 +47,7 @@ class Engine:
         them itself."""
         self.has_weights = False  # half loaded, should this fail
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self.llm.apply_model(_refresh_tied_head)
+        self.llm.apply_model(_repack)
 
     def reset_cache(self) -> None:
         """Keys and values of the old weights must not answer for the new ones."""
@@ -278,13 +278,18 @@ def wake_up(engine: Engine, what: str) -> None:
         engine.has_cache = True
 
 
-def _refresh_tied_head(model: torch.nn.Module) -> None:
-    """vLLM on CPU keeps a packed copy of the output head. A reload renews it with the head's own
-    weight only, so with tied embeddings, where the head has none, the copy would silently stay at
-    the old policy's."""
+def _repack(model: torch.nn.Module) -> None:
+    """What vLLM on a CPU computes with are packed weights, and a reload leaves two kinds as they
+    were sent or as they were before. With tied embeddings the output head has no weight of its own
+    to reload, so its packed copy would silently stay at the old policy's. Experts come unpacked,
+    and would be read as if they were packed."""
     head = getattr(model, "lm_head", None)
     if head is not None and head.weight.device.type == "cpu":
         head.quant_method.process_weights_after_loading(head)
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w13_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _input_size(module: torch.nn.Module) -> int:

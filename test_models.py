@@ -558,3 +558,21 @@ def test_smollm2_has_the_special_tokens_of_its_chat():
     messages = [{"role": "user", "content": "What is 12 + 7?"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text.endswith("<|im_start|>user\nWhat is 12 + 7?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_two_machines_may_write_the_same_cache(tmp_path):
+    """The first rank of each machine writes a model that needs no hub; where they share a disk the
+    second to finish takes what the first has written, and leaves no rest. Any other failure of the
+    rename is raised."""
+
+    def slower(folder):
+        (folder / "mine").touch()
+        (tmp_path / "tiny").mkdir()
+        (tmp_path / "tiny" / "theirs").touch()
+
+    with replaced(models, "write_tiny", slower):
+        assert models.resolve_model("tiny", tmp_path) == str(tmp_path / "tiny")
+    assert [path.name for path in tmp_path.rglob("*")] == ["tiny", "theirs"]
+    with replaced(models, "write_tiny", lambda folder: folder.rmdir()):
+        with pytest.raises(OSError):
+            models.resolve_model("tiny", tmp_path / "other")

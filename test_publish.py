@@ -325,7 +325,7 @@ FAULTS = {
         ("",), True,
     ),
     "stale packed head": (
-        lambda: replaced(rollout, "_refresh_tied_head", lambda model: None), ("embed",), True,
+        lambda: replaced(rollout, "_repack", lambda model: None), ("embed",), True,
     ),
     "k and v exchanged": (exchanged("k_proj", "v_proj"), ("k_proj", "v_proj"), True),
     "gate and up exchanged": (exchanged("gate_proj", "up_proj"), ("gate_proj", "up_proj"), True),

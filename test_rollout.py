@@ -186,7 +186,7 @@ def planted(world, layout, name, fault):
     learn(actor, 2)
     gather = resharding.full_params
     faults = {
-        "stale head": (rollout, "_refresh_tied_head", lambda model: None),
+        "stale head": (rollout, "_repack", lambda model: None),
         "lost bias": (
             resharding,
             "full_params",
@@ -504,7 +504,7 @@ def test_an_engine_that_slept_needs_weights_and_then_its_cache():
     assert refuses()
     rollout.wake_up(engine, "kv_cache")
     assert sample(engine, prompts)
-    loaded = ["reload_weights", "w", "_refresh_tied_head", "reset cache"]
+    loaded = ["reload_weights", "w", "_repack", "reset cache"]
     assert llm.calls[:3] == ["sleep 2", "wake kv_cache", "sleep 2"]
     assert llm.calls[3:] == ["wake weights", *loaded, "wake kv_cache"]
     awake = Sampler()
