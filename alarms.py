@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 import data
-from metrics import MEASURED, PLANNED
+from metrics import MEASURED, PLANNED, read_lines
 
 STEP = "training/global_step"
 RECENT = 10  # steps that "running away" is measured against
@@ -27,7 +27,8 @@ class Alarms:
     def __init__(self, folder: Path, is_main: bool = True, dtype: str = "bfloat16"):
         self.file = folder / "alarms.jsonl" if is_main else None
         self.ratio_limit = 1e-3 if dtype == "float32" else 0.1
-        self.past: list[Record] = []
+        # A resumed run knows the steps before it.
+        self.past: list[Record] = read_lines(folder / "metrics.jsonl") if is_main else []
         self.raised: dict[str, int] = {}  # the last step of each
 
     def raise_(self, step: int, alarm: Alarm | None) -> None:

@@ -189,16 +189,21 @@ def go_back_to(step: int, folder: Path) -> None:
 
 
 def _drop_lines_after(step: int, file: Path, key: str) -> None:
-    """Keep the lines of `file` whose `key` is at most `step`. The last may be torn, where the run
-    was killed."""
-    kept = []
-    for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            if json.loads(line)[key] <= step:
-                kept.append(line)
+    """Keep the lines of `file` whose `key` is at most `step`."""
     if file.exists():
+        kept = [json.dumps(line) + "\n" for line in read_lines(file) if line[key] <= step]
         file.with_suffix(".tmp").write_text("".join(kept))
         os.replace(file.with_suffix(".tmp"), file)  # the old lines or the new, never half
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The JSON lines of `file`, none if there is no such file. Its last may be torn, where the run
+    was killed."""
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 def check_resume(facts: dict[str, Any], config: Config, num_steps: int) -> str:

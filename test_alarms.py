@@ -67,6 +67,15 @@ def raised(tmp_path, *records, dtype="float32"):
     return found
 
 
+def test_a_resumed_run_knows_the_steps_before_it(tmp_path):
+    """Entropy that doubles is seen in the first step after a restart; the line that the kill has
+    torn is no step."""
+    lines = [json.dumps(healthy(step)) + "\n" for step in range(1, 13)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"training/global_st')
+    alarms.Alarms(tmp_path).watch(healthy(13, actor__entropy=5.0))
+    assert [line["what"] for line in read(tmp_path)] == ["entropy runs away"]
+
+
 def test_a_run_that_goes_well_raises_none(tmp_path):
     """Twelve healthy steps, a first step without a past, an evaluation alone, and steps at the very
     edge of what is usual."""

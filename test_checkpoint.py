@@ -771,7 +771,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_run_that_was_not(program, 
     assert len(coefficients) == 6  # the controller moved in every step
     ends = [state_of(root / "step_000006") for root in checkpoints]
     assert len(ends[0]) > 100 and same(*ends) == []
-    for name in ("samples.jsonl", "failures.jsonl"):
+    for name in ("samples.jsonl", "failures.jsonl", "alarms.jsonl"):
         ours, theirs = [(root.parent / name).read_text() for root in checkpoints]
         assert ours == theirs and len(ours.splitlines()) > 3
 
