@@ -1,7 +1,7 @@
 """The lessons of checkpoints.py and of saving, loading and exporting in resharding.py: a run that
 was stopped and resumed is the run that was not.
 
-Run alone:  python -m pytest -q test_checkpoint.py     (about 2 minutes, CPU)
+Run alone:  python -m pytest -q test_checkpoint.py     (about 3 minutes, CPU)
 
 Functions that take `world` run on the ranks (testing_ranks.py). Most lessons need two small
 networks and a folder; the last ones are whole runs of the program around real vLLM engines.
@@ -703,7 +703,7 @@ def program(tmp_path_factory):
         ppo_mini_batch_size=4, max_prompt_length=48, val_max_samples=4, total_training_steps=6,
         test_freq=3, sample_freq=2, lr_scheduler_type="linear", lr_warmup_steps=2, horizon=100,
         kl_ctrl_type="adaptive", kl_coef=0.05, save_freq=3, max_ckpt_to_keep=0,
-        check_published_freq=2, reward=f"{folder / 'reward.py'}:digits",
+        check_published_freq=3, reward=f"{folder / 'reward.py'}:digits",
     )
 
     def run(name, ranks=2, **changes):
