@@ -239,6 +239,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         total_training_steps=10, test_freq=0, ppo_max_token_len_per_gpu=2048,
         lr=2e-5, critic_lr=1e-4, entropy_coeff=0.0,
         fsdp_size=1, reshard_after_forward=False, max_num_seqs=64, gpu_memory_utilization=0.3,
+        save_freq=-1,  # a checkpoint is 4 GB, and takes a laptop's disk longer than two steps
     ),
     # Seconds a step: a random model made by the code, one token a character. To read along.
     "tiny": dict(
