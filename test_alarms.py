@@ -19,20 +19,11 @@ import ppo_fsdp
 import rollout
 import test_faults
 from config import Config
-from testing_ranks import Ranks, preload, replaced
+from testing_ranks import preload, replaced
 
 preload("ppo_fsdp")
 HERE = Path(__file__).parent
 RUNS = sorted((HERE / "runs" / "reference").glob("*/*.jsonl"))
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """ranks[size](function, *args)"""
-    groups = {size: Ranks(size) for size in (1, 2)}
-    yield groups
-    for group in groups.values():
-        group.close()
 
 
 def read(folder):

@@ -49,15 +49,6 @@ preload("ppo_fsdp", "vllm", "vllm.v1.engine.llm_engine", "vllm.model_executor.mo
 CACHE = Path(__file__).parent / ".cache"
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """ranks[size](function, *args)"""
-    groups = {size: Ranks(size) for size in (1, 2, 3)}
-    yield groups
-    for group in groups.values():
-        group.close()
-
-
 # ---------------------------------------------------------------------------------------------
 # On the ranks: actor, critic, all that moves with them
 

@@ -19,19 +19,10 @@ import models
 import ppo_fsdp
 import rollout
 from config import PRESETS, Config
-from testing_ranks import Ranks, preload, replaced
+from testing_ranks import preload, replaced
 
 preload("ppo_fsdp")
 CACHE = Path(__file__).parent / ".cache"
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """ranks[size](function, *args)"""
-    groups = {size: Ranks(size) for size in (1, 2)}
-    yield groups
-    for group in groups.values():
-        group.close()
 
 
 def over_subsets(n, k, value):

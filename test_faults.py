@@ -33,21 +33,12 @@ import ppo_fsdp
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, parse_config
-from testing_ranks import Ranks, preload, replaced
+from testing_ranks import preload, replaced
 
 preload("ppo_fsdp")
 HERE = Path(__file__).parent
 CACHE = HERE / ".cache"
 NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """ranks[size](function, *args)"""
-    groups = {size: Ranks(size) for size in (1, 2)}
-    yield groups
-    for group in groups.values():
-        group.close()
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ import ppo_fsdp
 import resharding
 from config import PRESETS, Config
 from metrics import Metrics, describe
-from testing_ranks import Ranks, preload, replaced
+from testing_ranks import preload, replaced
 
 preload("ppo_fsdp")
 CACHE = Path(__file__).parent / ".cache"
@@ -477,14 +477,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("invariance")
     write_subject(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    groups = {size: Ranks(size) for size in (1, 2, 3, 4)}
-    yield groups
-    for group in groups.values():
-        group.close()
 
 
 @pytest.fixture(scope="module")

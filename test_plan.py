@@ -35,7 +35,7 @@ import rollout
 from config import PRESETS, Config
 from costs import CARDS, KNOWN, find_shape, floor_seconds, shape_of
 from plan import batch_equation, kept_bytes, memory_plan, remedy, resolve_auto
-from testing_ranks import Ranks, launch, preload, replaced
+from testing_ranks import launch, preload, replaced
 
 preload("ppo_fsdp")
 CACHE = Path(__file__).parent / ".cache"
@@ -391,14 +391,6 @@ def planned_peaks(size, kind, mode, parts, chunk):
     held += ["logits or block"]
     forward = "old_log_prob" if kind == "actor" else "values"
     return [sum(owners[owner][phase] for owner in held) for phase in (f"update_{kind}", forward)]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    groups = {size: Ranks(size) for size in (1, 2)}
-    yield groups
-    for group in groups.values():
-        group.close()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -28,7 +28,7 @@ import ppo_fsdp
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config
-from testing_ranks import Ranks, launch, preload, replaced
+from testing_ranks import launch, preload, replaced
 
 preload("ppo_fsdp", "vllm", "vllm.v1.engine.llm_engine", "vllm.model_executor.models.llama")
 HERE = Path(__file__).parent
@@ -61,15 +61,6 @@ def files(tmp_path_factory):
     ]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """ranks[size](function, *args)"""
-    groups = {size: Ranks(size) for size in (1, 2)}
-    yield groups
-    for group in groups.values():
-        group.close()
 
 
 def config_of(**changes):

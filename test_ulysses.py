@@ -23,7 +23,7 @@ import models
 import ppo_fsdp
 import resharding
 from config import Config, check_config, check_model
-from testing_ranks import Ranks, preload, replaced
+from testing_ranks import preload, replaced
 
 preload("ppo_fsdp")
 CACHE = Path(__file__).parent / ".cache"
@@ -34,14 +34,6 @@ LAYERS = 2
 # (prompt, response) of each sequence, together 43 tokens, and one dummy. With two ranks the cut
 # falls into the response of the third, with four also between a state and the token it predicts.
 LENGTHS = ((1, 5), (7, 1), (6, 9), (1, 1), (10, 2))
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    groups = {size: Ranks(size) for size in (2, 4)}
-    yield groups
-    for group in groups.values():
-        group.close()
 
 
 # ---------------------------------------------------------------------------------------------
