@@ -230,10 +230,14 @@ def generate(
             requests.append({"prompt_token_ids": prompts[place].ids})
             params.append(settings)
             origins.append((prompts[place], sample))
-    outputs = engine.llm.generate(requests, params, use_tqdm=False) if requests else []
+    # The longest prompts first: where more wait than max_num_seqs, no long one starts last, alone.
+    order = sorted(range(len(requests)), key=lambda i: -len(requests[i]["prompt_token_ids"]))
+    in_order = [requests[i] for i in order], [params[i] for i in order]
+    outputs = engine.llm.generate(*in_order, use_tqdm=False) if requests else []
     if len(outputs) != len(requests):
         raise RuntimeError(f"vLLM answered {len(outputs)} of {len(requests)} requests")
-    return [_to_rollout(output, *origin) for output, origin in zip(outputs, origins)]
+    answers = {i: _to_rollout(output, *origins[i]) for i, output in zip(order, outputs)}
+    return [answers[i] for i in range(len(requests))]
 
 
 def _to_rollout(output, prompt: Prompt, sample: int) -> Rollout:

