@@ -1,5 +1,5 @@
 # make quickstart   set up, then train SmolLM2-135M with PPO on all GPUs or 2 CPU ranks; a report
-# make test         set up, then all tests but those of make test-nodes
+# make test         set up, then all tests but those of make test-nodes, two files at a time
 # make test-nodes   set up, then whole runs on 1, 2, 4 and 2 x 2 ranks: two torchrun agents
 # make mutants      set up, then plant faults one by one and see a test fail (tools/mutants.txt)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -27,7 +27,7 @@ quickstart: .venv/ready
 	.venv/bin/python tools/report.py runs/$(RUN)
 
 test: .venv/ready
-	.venv/bin/python -m pytest -q --ignore=test_nodes.py $(ARGS)
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --ignore=test_nodes.py $(ARGS)
 
 test-nodes: .venv/ready
 	.venv/bin/python -m pytest -q test_nodes.py $(ARGS)

@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 PEAK = 989.5e12
+BANDWIDTH = 4.8e12  # bytes a second of an H200
 PARTS = ("limits", "135m", "0.5b", "1.5b", "7b")
 # prompts, answers each, prompt length, shortest and longest answer, prompts a mini-batch, steps
 WORK = {
@@ -216,16 +217,20 @@ def program(part: str, options: list[str], profile_to: Path | None = None) -> di
     """One part: the loop with its clocks, then what it is compared with."""
     import ppo_fsdp
 
-    found = {}
+    found, start = {}, time.perf_counter()
     run = our_run(part, Path(tempfile.mkdtemp()), options)
+    found["setup_s"] = time.perf_counter() - start
     ppo_fsdp.train(run)
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][2:]  # two to warm up
+    first, _, *steps = [json.loads(line) for line in lines]  # two to warm up
+    found["first_step_s"] = first["timing_s/step"]
     median = {key: statistics.median(step[key] for step in steps if key in step)
               for key in steps[-1] if key.startswith(("timing_s", "perf/"))}
     found["phases_s"] = {key.removeprefix("timing_s/"): value
                          for key, value in median.items() if key.startswith("timing_s")}
     found["memory_gb"] = {key: value for key, value in median.items() if "memory" in key}
+    found["efficiency"] = {key: value for key, value in median.items()
+                           if key.startswith("perf/") and "memory" not in key}
     ppo_fsdp.publish(run, ppo_fsdp.Metrics(run.world))  # an engine that slept has no weights
     rollouts = ppo_fsdp.rollout.generate(
         run.engine, ppo_fsdp.data.prompt_batch(
@@ -270,29 +275,42 @@ def profile(run, batch, out: Path) -> None:
 def audit(run, batch, phases: dict) -> dict:
     """What was computed (for a comparison at equal work), and how well."""
     import costs
+    import efficiency
 
-    config, lengths, responses = run.config, batch.lengths, batch.response_lengths
+    config, lengths, responses = run.config, batch.lengths.tolist(), batch.response_lengths
     shape = costs.find_shape(config.model_path)
-    actor = shape.true_update_flops(lengths.tolist(), int(responses.sum()))
-    critic = shape.true_update_flops(lengths.tolist(), 0)
-    passes = 1 + (run.reference is not None)
-    updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
-    critics = int(run.critic is not None)
-    needed = config.ppo_epochs * (actor + critics * critic)
-    standard = config.ppo_epochs * (1 + critics) * shape.std_update_flops(lengths.tolist())
+    critics, epochs = int(run.critic is not None), config.ppo_epochs
+    passes, rows = 1 + (run.reference is not None), int(responses.sum())
+    actor, critic = shape.true_update_flops(lengths, rows), shape.true_update_flops(lengths, 0)
+    needed = epochs * (actor + critics * critic)
+    standard = epochs * (1 + critics) * shape.std_update_flops(lengths)
+    steps = epochs * config.train_batch_size // config.ppo_mini_batch_size * (1 + critics)
+    # The floor of a step: operations at 80 % of the datasheet's peak, bytes at 90 % of its bandwidth.
+    # Prompts and forward-only passes; weights and cache read in decoding; AdamW's 28 bytes a weight.
+    forward = shape.forward_flops(batch.prompt_lengths.tolist(), len(lengths))
+    forward += passes * actor / 3 + critics * critic / 3
+    item = run.engine.dtype.itemsize
+    moved = efficiency.floor_bytes(
+        shape, batch.prompt_lengths, responses, config.max_num_seqs, item)
+    moved += 28 * shape.params * steps
+    floor = (forward + needed) / (0.8 * PEAK) + moved / (0.9 * BANDWIDTH)
+    of_gpu = ("update_weights", "gen", "old_log_prob", "ref", "values", "update")
     return {
         "audit": {
             "prompt_tokens": int(batch.prompt_lengths.sum()),
-            "response_tokens": int(responses.sum()),
-            "forward_only_tokens": int(lengths.sum()) * (passes + critics),
-            "trained_tokens": int(lengths.sum()) * config.ppo_epochs * (1 + critics),
-            "optimizer_steps": updates * (1 + critics),
+            "response_tokens": rows,
+            "forward_only_tokens": sum(lengths) * (passes + critics),
+            "trained_tokens": sum(lengths) * epochs * (1 + critics),
+            "optimizer_steps": steps,
             "recompute": config.gradient_checkpointing,
         },
-        "generated_tokens_s": int(responses.sum()) / phases["gen"],
-        "trained_tokens_s": int(lengths.sum()) * config.ppo_epochs * (1 + critics) / phases["update"],
+        "generated_tokens_s": rows / phases["gen"],
+        "trained_tokens_s": sum(lengths) * epochs * (1 + critics) / phases["update"],
         "mfu_true": needed / phases["update"] / PEAK,
         "mfu_std": standard / phases["update"] / PEAK,
+        "floor_s": floor,
+        "step_of_floor": phases["step"] / floor,
+        "outside_share": 1 - sum(phases.get(name, 0) for name in of_gpu) / phases["step"],
     }
 
 
@@ -462,7 +480,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="JSON; default runs/bench/<date>.json")
     parser.add_argument("--options", default="", help="options of ppo_fsdp.py to measure with")
     parser.add_argument("--profile", type=Path, default=None, help="folder for tables of kernels")
-    parser.add_argument("--limit", type=int, default=240, help="seconds for one part")
+    parser.add_argument("--limit", type=int, default=300, help="seconds for one part")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
