@@ -6,8 +6,8 @@
 
 `update` and `ranks`: one pass over a batch of drawn answers (256 prompts of 512 tokens, answers
 uniform between 512 and 1,024, mini-batches of 64) by the program's own functions, no engine on the
-card: the two forward-only passes and the two updates, median of 3 after 1. `engine`: the same
-prompts with 256 to 512 answer tokens each, by rollout.generate, weights as vLLM draws them.
+card: the two forward-only passes and the two updates, median of 2 after 1. `engine`: the same
+prompts with 512 answer tokens each, by rollout.generate, weights as vLLM draws them.
 --shape tiny runs on any machine and says that it runs, nothing else.
 """
 
@@ -71,7 +71,7 @@ def drawn_batch(prompts: int, length: int, shortest: int, longest: int):
     return data.collate(rollouts)
 
 
-def update(names: dict[str, str], shape: str, out: Path, share: tuple[int, int]) -> None:
+def update(names: dict[str, str], shape: str, out: Path, share: slice, prompts: int) -> None:
     """All settings in this process."""
     import bench
     import models
@@ -83,7 +83,7 @@ def update(names: dict[str, str], shape: str, out: Path, share: tuple[int, int])
         path, sizes, mini = models.resolve_model("tiny", HERE.parent / ".cache"), (16, 24, 8, 24), 8
     else:
         shapes.write_shape(shape, folder, 1, 16)
-        path, sizes, mini = str(folder), (256, 512, 512, 1024), 64
+        path, sizes, mini = str(folder), (prompts, 512, 512, 1024), prompts // 4
     world, batch = ppo_fsdp.init_distributed(), drawn_batch(*sizes)
     if torch.cuda.is_available():
         torch._dynamo.config.recompile_limit = 64
@@ -94,7 +94,7 @@ def update(names: dict[str, str], shape: str, out: Path, share: tuple[int, int])
                "--max-prompt-length", str(sizes[1]), "--max-response-length", str(sizes[3]),
                "--entropy-coeff", "0", "--gradient-checkpointing", "none"]
     found = {}
-    for name, given in list(names.items())[share[0]:share[1]]:
+    for name, given in list(names.items())[share]:
         try:
             found[name] = one_update([*options, *given.split()], batch, world)
         except (RuntimeError, ValueError, SystemExit) as error:
@@ -138,7 +138,7 @@ def one_update(options: list[str], batch, world) -> dict:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     for name, work in works.items():
-        found[name] = bench.seconds(work, 3, 1)
+        found[name] = bench.seconds(work, 2, 1)
     found["all"] = sum(found.values())
     if torch.cuda.is_available():
         found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -185,18 +185,20 @@ def main() -> None:
     parser.add_argument("what", choices=("update", "ranks", "engine"))
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--out", type=Path, default=HERE.parent / "runs" / "bench" / "knobs.json")
+    parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--share", default="0:99", help="which settings, a slice")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    share = tuple(int(place) for place in given.share.split(":"))
+    share = slice(*(int(place) for place in given.share.split(":")))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     if given.what != "engine":
-        update(dict(update=UPDATE, ranks=RANKS)[given.what], given.shape, given.out, share)
+        update(dict(update=UPDATE, ranks=RANKS)[given.what], given.shape, given.out, share,
+               given.prompts)
     elif given.one:
         given.out.write_text(json.dumps(engine(given.one, given.shape)))
     else:
         found = {}
-        for name in list(ENGINE)[share[0]:share[1]]:
+        for name in list(ENGINE)[share]:
             with tempfile.TemporaryDirectory() as folder, contextlib.suppress(
                 subprocess.TimeoutExpired
             ):
