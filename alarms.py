@@ -56,6 +56,8 @@ class Alarms:
         self.raise_(step, truncated(record))
         self.raise_(step, duplicates(record))
         self.raise_(step, over_plan(record))
+        self.raise_(step, timeouts(record))
+        self.raise_(step, slow_rank(record))
         self.past.append(record)
 
 
@@ -173,6 +175,27 @@ def over_plan(record: Record) -> Alarm | None:
                 "within a tenth of the plan", "the table printed at the start; lower "
                 "ppo_max_token_len_per_gpu before longer sequences come",
             )
+
+
+def timeouts(record: Record) -> Alarm | None:
+    count = record.get("reward/reward_timeouts", 0)
+    if count:
+        return (
+            "the reward function hangs", f"{count:g} calls were stopped and scored 0", "0",
+            "the answers of this step in the reward function; reward_timeout",
+        )
+
+
+def slow_rank(record: Record) -> Alarm | None:
+    """Ten seconds of difference may be a start."""
+    slowest, fastest = (record.get(f"timing_s/gen/{which}", 0.0) for which in ("max", "min"))
+    if slowest > 3 * fastest + 10:
+        return (
+            "a rank is slow",
+            f"rank {record['perf/slowest_rank']} generated for {slowest:.1f} s, another for "
+            f"{fastest:.1f} s", "about the same: all wait for the slowest",
+            "what else runs on its machine; the clock and the temperature of its GPU",
+        )
 
 
 def _recent(past: Sequence[Record], name: str) -> list[float]:

@@ -206,9 +206,21 @@ class Config:
     # The newest so many are kept, and the best by evaluation (a multiple of test_freq as save_freq
     # has all evaluated); 0: all.
     max_ckpt_to_keep: int = 2
+    # Write each step's answers, ids and scores and all, to runs_dir/run_name/rollouts (replay.py).
+    save_rollouts: bool = False
+    # Train on answers that were saved, without an engine: that folder, or one file for every step.
+    from_rollouts: str = ""
+    # Generate, score and save; train nothing.
+    rollout_only: bool = False
+    # The folder of a run, of which `step` is executed again and compared bit for bit; it takes all
+    # other options from there.
+    replay: str = ""
+    step: int = 0
     # latest: go on with runs_dir/run_name from its newest checkpoint. The folder of a checkpoint:
     # a new run from there. none: a new run.
     resume: str = "none"
+    # A fault, for a drill: KIND@STEP:RANK (failures.py has the kinds); empty: none.
+    inject: str = ""
 
 
 CHAIN_SUM = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits="
@@ -268,6 +280,7 @@ def check_config(c: Config, world_size: int) -> None:
     _check_ranges(c)
     _check_steps(c)
     _check_saving(c)
+    _check_rollouts(c)
     _check_evaluation(c)
     _check_ranks(c, world_size)
     _require(
@@ -340,6 +353,24 @@ def _check_saving(c: Config) -> None:
     _require(
         c.resume != "latest" or c.run_name,
         "resume is latest and run_name is empty: which run? Name it with --run-name",
+    )
+
+
+def _check_rollouts(c: Config) -> None:
+    """Who makes the rollouts, and who uses them."""
+    _require(
+        not c.from_rollouts or not (c.rollout_only or c.save_rollouts),
+        f"from_rollouts {c.from_rollouts} takes the place of the engine, and rollout_only and "
+        "save_rollouts are for what an engine makes: leave one out",
+    )
+    _require(
+        not c.rollout_only or c.resume == "none",
+        f"rollout_only trains nothing, and resume is {c.resume}: for the answers of a checkpoint "
+        "give its hf folder as --model-path",
+    )
+    _require(
+        (c.step > 0) == bool(c.replay) and c.step >= 0,
+        f"replay is {c.replay!r} and step {c.step}: --replay RUN and --step K (from 1) go together",
     )
 
 

@@ -7,7 +7,7 @@ Shares of a device's peak are left out where its datasheet is not in costs.CARDS
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +38,19 @@ def describe(step: int, batch: data.Batch, run: Any, metrics: Any) -> None:
     known["perf/throughput"] = sum(lengths) / known["timing_s/step"] / ranks
     known["perf/packing_waste"] = packing_waste(batch.lengths, config, ranks, step)
     if run.world.device.type == "cuda":
-        engine = run.engine.num_bytes
+        engine = run.engine.num_bytes if run.engine else 0
         known["perf/memory_gb/engine"] = engine / 1e9
         known["perf/memory_gb/trainer"] = (torch.cuda.memory_allocated() - engine) / 1e9
         card = card_of(torch.cuda.get_device_name())
         if card is not None:
             known |= utilization(batch, run, known, card)
+
+
+def compare_ranks(seconds: Sequence[float], metrics: Any) -> None:
+    """Of the seconds in which each rank made its answers: all wait for the slowest."""
+    metrics.known["timing_s/gen/max"] = slowest = max(seconds)
+    metrics.known["timing_s/gen/min"] = min(seconds)
+    metrics.known["perf/slowest_rank"] = seconds.index(slowest)
 
 
 def card_of(name: str) -> costs.Card | None:
@@ -81,6 +88,8 @@ def utilization(
             each = run.config.ppo_epochs / (seconds * run.world.size * card.matrix)
             found |= {f"perf/mfu/{who}": std * each, f"perf/mfu_true/{who}": true * each}
     engine, config = run.engine, run.config
+    if engine is None:  # answers from a file
+        return found
     places = torch.arange(len(lengths)) // config.n
     own = places % engine.num_engines == engine.index
     answers, prompts = batch.response_lengths[own], batch.prompt_lengths[own]

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -146,21 +145,6 @@ def show_samples(step: int, rollouts: list[data.Rollout], tokenizer: Any, folder
     first = rollouts[0]
     answer = tokenizer.decode(first.response_ids)
     tqdm.write(f"step {step}: {first.prompt.text!r} -> {answer!r} scores {first.score:g}")
-
-
-def lost_rank(error: BaseException) -> str:
-    """A sentence if `error` is gloo's complaint that another rank does not answer any more; "" for
-    any other. gloo has no class for it, but names its own source file."""
-    text = str(error)
-    if "gloo/transport" not in text:
-        return ""
-    address = re.search(r"\[([0-9a-f.:]+)\]:\d+", text)
-    where = f" on {address[1]}" if address else ""
-    return (
-        f"lost the connection to a rank{where}: its process or its machine is gone, and its own "
-        "output says why; --run-name and --resume latest go on from the newest checkpoint, over "
-        "any number of ranks"
-    )
 
 
 def write_record(folder: Path, config: Config, ranks: int, first_step: int) -> None:

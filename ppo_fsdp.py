@@ -4,12 +4,13 @@
     torchrun --nproc_per_node 2 ppo_fsdp.py --preset smollm2     needs no hub, and no GPU
     python ppo_fsdp.py --help                                    every option (config.py)
     python ppo_fsdp.py --plan --gpus 8 --gpu H100                does it fit, and where? (plan.py)
+    torchrun ... ppo_fsdp.py --replay runs/NAME --step 3         the same step again? (replay.py)
 
 One process a device. Each holds 1/W of every weight and a whole (or tensor-parallel) vLLM engine.
-A step has twelve phases, numbered in `train`. After phase 4 every rank holds the ids and scalars of
-the *global* batch, so whatever is not a forward or a backward is ordinary single-process code that
-all ranks compute alike. The number of ranks, packing and the cut into micro-batches are not
-mathematics: every loss is a sum over a count of the whole mini-batch.
+A step has twelve phases, numbered in `roll_out` and `train`. After phase 4 every rank holds the ids
+and scalars of the *global* batch, so whatever is not a forward or a backward is ordinary
+single-process code that all ranks compute alike. The number of ranks, packing and the cut into
+micro-batches are not mathematics: every loss is a sum over a count of the whole mini-batch.
 
 Collectives: on weights and gradients, and inside a micro-batch that ranks share, in resharding.py;
 all others in this file.
@@ -18,15 +19,12 @@ one packed micro-batch, W ranks.
 """
 
 import dataclasses
-import errno
 import json
 import math
 import os
-import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,22 +40,19 @@ import checkpoints
 import data
 import efficiency
 import evaluation
+import failures
 import losses
 import models
 import plan
+import replay
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
-from metrics import (
-    Metrics, check_resume, describe, go_back_to, lost_rank, show_samples, write_record,
-)
+from metrics import Metrics, check_resume, describe, go_back_to, show_samples, write_record
 from mirrors import Mirrors
 
 
 # ------------------------------------------------------------------------------------ processes
-
-SIGNALS: list[int] = []  # SIGTERM and SIGINT that this process got during the loop
-
 
 @dataclass(frozen=True)
 class World:
@@ -137,22 +132,24 @@ class Run:
     train_prompts: list[data.Prompt]
     val_prompts: dict[str, list[data.Prompt]]  # of each validation set, by its name
     reward: Callable[[str, str, str], float]
-    engine: rollout.Engine
+    engine: rollout.Engine | None  # None: answers come from the tape
     actor: Learner
     critic: Learner | None
     reference: nn.Module | None
     controller: losses.KLController
-    probe: data.Pack
+    probe: data.Pack | None
     memory: plan.Plan | None = None  # on GPUs
     num_publishes: int = 0
     first_step: int = 0  # steps that were done before this start
     stopping: bool = False  # a rank got SIGTERM or SIGINT, and all know
     mirrors: Mirrors = dataclasses.field(default_factory=Mirrors)
+    tape: replay.Tape | None = None  # saved answers, with --from-rollouts
 
 
 def setup(config: Config, world: World) -> Run:
     """Everything before the first step. Cheap and refusable things first, memory last."""
     check_config(config, world.size)
+    failures.inject(config.inject, world.rank, world.size)
     if config.dtype == "auto":
         on_gpu = world.device.type == "cuda"
         config = dataclasses.replace(config, dtype="bfloat16" if on_gpu else "float32")
@@ -166,43 +163,39 @@ def setup(config: Config, world: World) -> Run:
     own = torch.cuda.mem_get_info()[1] if world.device.type == "cuda" else 0
     config, memory = plan.settle(config, folders, all_gather(own, world), world.say)
     tokenizer = models.load_tokenizer(folders[0])
-    train_prompts, val_prompts = evaluation.load_prompts(config, tokenizer, world.say)
-    data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # checks the sizes
-    reward = data.load_reward(config.reward, config.reward_timeout)
+    tape, train_prompts, val_prompts = None, [], {}
+    if config.from_rollouts:
+        tape = replay.Tape(config, models.read_config(folders[0]).vocab_size)
+        world.say(f"rollouts from {tape.source}: no engine, no evaluation, nothing is published")
+        num_steps = tape.num_steps
+    else:
+        train_prompts, val_prompts = evaluation.load_prompts(config, tokenizer, world.say)
+        data.prompt_batch(train_prompts, 0, config.seed, config.train_batch_size)  # checks the size
+        epochs = config.total_epochs * len(train_prompts)
+        num_steps = config.total_training_steps or epochs // config.train_batch_size
+    reward = data.load_reward("" if tape else config.reward, config.reward_timeout)
     mirrors = Mirrors(config.mirrors if world.is_main else ())
-    num_steps = config.total_training_steps
-    num_steps = num_steps or config.total_epochs * len(train_prompts) // config.train_batch_size
     check_config(dataclasses.replace(config, total_training_steps=num_steps), world.size)
     folder, checkpoint = open_run(config, world, num_steps)
     mirrors.open(folder, dataclasses.asdict(config))
     alarms.check_grader(folder, [train_prompts, *val_prompts.values()], reward, world.is_main)
     world.say(plan.batch_equation(config, world.size, num_steps, len(train_prompts)))
     # The engine measures free memory when it starts, so it comes first and gives it back at once.
-    engine = build_engine(config, folders[0], tokenizer, world)
-    rollout.sleep(engine)
+    engine = probe = None
+    if tape is None:
+        ends = models.stop_token_ids(folders[0], tokenizer)
+        engine = rollout.start(config, folders[0], ends, world.rank, world.size)
+        probe = rollout.make_probe(train_prompts, world.device)
     actor, critic, reference = build_networks(config, folders[0], world, num_steps, folders[1])
     run = Run(
         config, world, folder, num_steps, tokenizer, train_prompts, val_prompts, reward,
         engine, actor, critic, reference,
         losses.KLController(config.kl_coef, config.kl_ctrl_type, config.target_kl, config.horizon),
-        rollout.make_probe(train_prompts, world.device), memory, mirrors=mirrors,
+        probe, memory, mirrors=mirrors, tape=tape,
     )
     if checkpoint is not None:
         resume(checkpoint, run)
     return run
-
-
-def build_engine(config: Config, path: str, tokenizer: Any, world: World) -> rollout.Engine:
-    names = (
-        "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_gib", "seed",
-        "tensor_parallel_size", "enforce_eager", "cudagraph_capture_sizes",
-    )
-    return rollout.build_engine(
-        path, models.stop_token_ids(path, tokenizer), dtype=getattr(torch, config.dtype),
-        max_model_len=config.max_prompt_length + config.max_response_length,
-        rank=world.rank, world_size=world.size, free_cache_engine=config.free_cache_engine == "yes",
-        **{name: getattr(config, name) for name in names},
-    )
 
 
 def build_networks(
@@ -224,6 +217,8 @@ def build_networks(
         return resharding.shard_model(model, mesh, compute_dtype, reshard_after_forward=reshard)
 
     actor = build(models.build_actor, path, torch.float32)
+    if config.rollout_only:
+        return Learner(actor, None, None), None, None
     actor = make_learner(actor, config.lr, config, updates * (num_steps - config.critic_warmup))
     critic = reference = None
     if config.adv_estimator == "gae":
@@ -307,8 +302,11 @@ def score(rollouts: list[data.Rollout], run: Run, metrics: Metrics) -> None:
 
 
 def evaluate(step: int, run: Run, metrics: Metrics) -> None:
-    """Ask all validation prompts with the current weights, all engines sharing the work."""
+    """Ask all validation prompts with the current weights, all engines sharing the work. Without an
+    engine there are none."""
     config = run.config
+    if not run.val_prompts:
+        return
     publish(run, metrics)
     prompts = [prompt for prompts in run.val_prompts.values() for prompt in prompts]
     answers = rollout.generate(
@@ -549,7 +547,7 @@ def optimizer_step(learner: Learner, name: str, max_norm: float, metrics: Metric
 
 def report(step: int, run: Run, metrics: Metrics) -> dict[str, float]:
     """Phase 12: one line of metrics.jsonl. Collective."""
-    metrics.add("signals", len(SIGNALS), 1)  # in the sum of all ranks: all stop or none
+    metrics.add("signals", len(failures.SIGNALS), 1)  # in the sum of all ranks: all stop or none
     record = {"training/global_step": step} | metrics.reduce(all_reduce_sum)
     run.stopping = record.pop("signals") > 0
     if run.world.is_main:
@@ -609,8 +607,9 @@ def resume(checkpoint: Path, run: Run) -> None:
     """Go on as if there had been no stop. The engine gets the loaded weights and is checked before
     its first answer, which an unbroken run does not do here: those counts are the checkpoint's."""
     run.first_step = resharding.load_checkpoint(checkpoint, *moving_parts(run))
-    publish(run, Metrics(run.world))
-    rollout.sleep(run.engine)
+    if run.engine is not None:
+        publish(run, Metrics(run.world))
+        rollout.sleep(run.engine)
     run.num_publishes = checkpoints.read_facts(checkpoint)["notes"]["num_publishes"]
     if run.world.is_main:
         go_back_to(run.first_step, run.folder)
@@ -619,44 +618,61 @@ def resume(checkpoint: Path, run: Run) -> None:
 # ------------------------------------------------------------------------------------ the loop
 
 
+def roll_out(step: int, run: Run, metrics: Metrics) -> list[data.Rollout]:
+    """Phases 1 to 5: the scored answers of a step, on every rank."""
+    config = run.config
+    if run.tape is not None:
+        return run.tape.read(step + 1)
+    # 1. sample prompts: a pure function of (seed, step)
+    prompts = data.prompt_batch(run.train_prompts, step, config.seed, config.train_batch_size)
+    # 2. publish the weights to the engine
+    with metrics.phase("update_weights"):
+        publish(run, metrics)
+    # 3. generate
+    with metrics.phase("gen"), efficiency.watch_gpu(metrics, "gen"):
+        answers = rollout.generate(
+            run.engine, prompts, n=config.n, max_tokens=config.max_response_length,
+            temperature=config.temperature, seed=config.seed, step=step + 1,
+            log_prob_fraction=1 if config.rollout_is != "none" else config.log_prob_fraction,
+            ignore_eos=config.ignore_eos,
+        )
+        rollout.sleep(run.engine)
+    efficiency.compare_ranks(all_gather(metrics.known["timing_s/gen"], run.world), metrics)
+    # 4. gather: from here on every rank holds the global batch
+    rollouts = gather(answers, config.n, run)
+    evaluation.check_complete(rollouts, prompts, config.n)
+    # 5. score
+    with metrics.phase("reward"):
+        score(rollouts, run, metrics)
+    if run.world.is_main and (config.save_rollouts or config.rollout_only):
+        replay.save(run.folder / "rollouts", step + 1, run.num_steps, rollouts, config.n)
+    return rollouts
+
+
 def train(run: Run) -> None:
     """The run, step by step; the phases have the numbers of the README."""
     config, world = run.config, run.world
-    for number in (signal.SIGTERM, signal.SIGINT):  # finish the step, save, end well
-        signal.signal(number, lambda number, _: SIGNALS.append(number))
-    if config.val_before_train and not run.first_step:
+    if not config.rollout_only:
+        failures.catch_signals()  # to finish the step, save, end well
+    if config.val_before_train and run.val_prompts and not (run.first_step or config.rollout_only):
         metrics = Metrics(world)
         evaluate(0, run, metrics)
         report(0, run, metrics)
     tempered = dict(temperature=config.temperature)
-    log_prob_fraction = 1 if config.rollout_is != "none" else config.log_prob_fraction
     alarm = alarms.Alarms(run.folder, world.is_main, config.dtype)
-    steps = range(run.first_step, run.num_steps)
+    steps = range(run.first_step, config.step or run.num_steps)  # --replay ends after its step
     bar = tqdm(steps, "steps", run.num_steps, initial=steps.start, disable=not world.is_main)
     for step in bar:
         metrics = Metrics(world, run.memory)
+        failures.begin_step(step + 1)
         with metrics.phase("step"):
-            # 1. sample prompts: a pure function of (seed, step)
-            draw = (step, config.seed, config.train_batch_size)
-            prompts = data.prompt_batch(run.train_prompts, *draw)
-            # 2. publish the weights to the engine
-            with metrics.phase("update_weights"):
-                publish(run, metrics)
-            # 3. generate
-            with metrics.phase("gen"), efficiency.watch_gpu(metrics, "gen"):
-                answers = rollout.generate(
-                    run.engine, prompts, n=config.n, max_tokens=config.max_response_length,
-                    seed=config.seed, step=step + 1, log_prob_fraction=log_prob_fraction,
-                    ignore_eos=config.ignore_eos, **tempered,
-                )
-                rollout.sleep(run.engine)
-            # 4. gather: from here on every rank holds the global batch
-            rollouts = gather(answers, config.n, run)
-            evaluation.check_complete(rollouts, prompts, config.n)
-            # 5. score
-            with metrics.phase("reward"):
-                score(rollouts, run, metrics)
+            # 1. to 5.
+            rollouts = roll_out(step, run, metrics)
             batch = data.collate(rollouts)
+            if config.rollout_only:
+                metrics.describe("critic/score", batch.scores)
+                report(step + 1, run, metrics)
+                continue
             # 6. old log-probs
             with metrics.phase("old_log_prob"):
                 passes = forward_all(run.actor.model, batch, run, **tempered, return_entropy=True)
@@ -701,41 +717,26 @@ def train(run: Run) -> None:
     bar.close()
     world.say(plan.memory_report(run.folder / "metrics.jsonl") if world.is_main else "")
     done = f"stopped by a signal, {step + 1} of " if run.stopping else ""
-    world.say(f"{done}{run.num_steps} steps done: {run.folder / 'metrics.jsonl'}")
+    world.say(f"{done}{config.step or run.num_steps} steps done: {run.folder / 'metrics.jsonl'}")
 
 
 def main() -> None:
-    """A wrong setting or input is one sentence; a traceback is for what we did not foresee."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    status = 0
+    status, config = 0, None
     try:
         if "--plan" in sys.argv:
             raise SystemExit(plan.main(sys.argv[1:]))
-        config = parse_config(sys.argv[1:], is_main)
+        config = parse_config(sys.argv[1:], os.environ.get("RANK", "0") == "0")
+        if config.replay:
+            config = replay.config_of(config)
         run = setup(config, init_distributed())
         train(run)
+        if config.replay:
+            replay.judge(run, moving_parts(run), lambda item: all_gather(item, run.world))
         run.reward.close()
         run.mirrors.finish()
         dist.barrier()  # nobody leaves while another still needs it
     except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)  # the disk
-        foreseen = full or isinstance(error, (ValueError, SystemExit))
-        if not is_main or not foreseen:
-            # Rank 0 says what this one complains of too, or another rank failed and this one only
-            # lost it: torchrun ends this one meanwhile. If that rank was on another machine, the
-            # first rank of this one speaks and ends, and torchrun ends the rest before they speak.
-            time.sleep(5 + int(os.environ.get("LOCAL_RANK", "0")))
-        status = error.code if isinstance(error, SystemExit) else 1
-        where = "" if is_main else f" on rank {os.environ['RANK']}"
-        if SIGNALS and not foreseen:
-            print(f"told to stop{where}, and then: {str(error).partition('. ')[0]}")
-        elif not isinstance(error, SystemExit):  # its own complaint is out already
-            if not foreseen and not lost_rank(error):
-                traceback.print_exc()
-            print(f"error{where}: {lost_rank(error) or error}", file=sys.stderr)
-        if isinstance(error, torch.OutOfMemoryError):
-            print(plan.out_of_memory(config), file=sys.stderr)
+        status = failures.report(error, config)
     # No teardown: a peer that waits in a collective, or the engine's own, must not hold up the end.
     sys.stdout.flush()
     os._exit(status)

@@ -159,6 +159,25 @@ def build_engine(
     )
 
 
+def start(
+    config: Any, model_path: str, stop_token_ids: list[int], rank: int, world_size: int
+) -> Engine:
+    """The engine that the options of a run (config.Config) ask for, asleep: the trainer is built
+    beside it. Collective."""
+    names = (
+        "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_gib", "seed",
+        "tensor_parallel_size", "enforce_eager", "cudagraph_capture_sizes",
+    )
+    engine = build_engine(
+        model_path, stop_token_ids, dtype=getattr(torch, config.dtype),
+        max_model_len=config.max_prompt_length + config.max_response_length,
+        rank=rank, world_size=world_size, free_cache_engine=config.free_cache_engine == "yes",
+        **{name: getattr(config, name) for name in names},
+    )
+    sleep(engine)
+    return engine
+
+
 def _start(settings: dict[str, Any]) -> Any:
     threads = torch._inductor.config.compile_threads
     from vllm import LLM

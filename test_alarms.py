@@ -72,7 +72,7 @@ def test_a_run_that_goes_well_raises_none(tmp_path):
     edge of what is usual."""
     edge = dict(
         actor__reward_kl_penalty=1.0, response__truncated_ratio=0.5, response_length__mean=2 * 112,
-        perf__max_memory_allocated_gb__gen=12.1,
+        perf__max_memory_allocated_gb__gen=12.1, timing_s__gen__max=16.0, timing_s__gen__min=2.0,
     )
     evaluation = {"training/global_step": 13, "val-core/x/reward/mean@1": 0.0}
     assert raised(tmp_path, evaluation, healthy(14, **edge)) == {}
@@ -90,6 +90,8 @@ FAULTS = {
     "all rewards equal": dict(critic__score__min=1.0),
     "most answers cut at the length limit": dict(response__truncated_ratio=0.51),
     "memory over the plan": dict(perf__max_memory_allocated_gb__gen=12.2),
+    "the reward function hangs": dict(reward__reward_timeouts=1),
+    "a rank is slow": dict(timing_s__gen__max=16.1, timing_s__gen__min=2, perf__slowest_rank=3),
 }
 
 

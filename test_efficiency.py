@@ -55,6 +55,14 @@ def described(run, seconds):
     return {name: x for name, x in metrics.known.items() if name.startswith("perf/")}
 
 
+def test_the_slowest_rank_has_a_name():
+    """Of 2, 5 and 3 seconds: 5, those of rank 1."""
+    metrics = ppo_fsdp.Metrics(CPU)
+    efficiency.compare_ranks([2.0, 5.0, 3.0], metrics)
+    found = {"timing_s/gen/max": 5.0, "timing_s/gen/min": 2.0, "perf/slowest_rank": 1}
+    assert metrics.known == found
+
+
 def test_tokens_a_second_and_rank_of_each_phase():
     """20 tokens, 10 of them generated, 2 ranks, 2 epochs: 20 / (8 x 2) of the step, 10 / (4 x 2) of
     generation, 2 x 20 / (2 x 2) of an update; of a phase that was not there, nothing. On a CPU no

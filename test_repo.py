@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 # config.py and metrics.py are files of their own since options and bookkeeping are other concerns
 # than the loop: in one file they would leave no screen on which the loop is seen. checkpoints.py is
 # one since whole-or-not-at-all is a matter of files, which is understood (and killed) without
-# tensors or ranks. evaluation.py took work off the loop.
+# tensors or ranks. evaluation.py took work off the loop, failures.py its ends, and replay.py puts a
+# file in the place of its first half.
 BUDGETS = {
     "ppo_fsdp.py": 550,
     "config.py": 350,  # an option and its checks are three lines; about 120 are to come
@@ -27,7 +28,9 @@ BUDGETS = {
     "checkpoints.py": 120,
     "evaluation.py": 150,
     "mirrors.py": 80,
-    "alarms.py": 170,
+    "failures.py": 120,
+    "replay.py": 140,  # a quarter of it says what does not fit a saved file, with both numbers
+    "alarms.py": 185,  # two more alarms: a grader that hangs, a rank that is slow
     "costs.py": 150,
     "plan.py": 300,
     "efficiency.py": 110,
@@ -37,24 +40,26 @@ BUDGETS = {
     "resharding.py": 450,
     "losses.py": 400,
 }
-# The six of the design under 2,300: saving, resuming and exporting are 200 lines of them, sequence
+# The six of the design under 2,320: saving, resuming and exporting are 200 lines of them, sequence
 # parallelism (what is cut, exchanged and put together again, each written out) 75. The others watch
 # and describe a run, or plan its memory before it is taken, and can be read apart.
-TOTAL = 3830
+TOTAL = 4110
 OTHERS = (
     "config.py", "metrics.py", "checkpoints.py", "evaluation.py", "mirrors.py", "alarms.py",
-    "costs.py", "plan.py", "efficiency.py",
+    "costs.py", "plan.py", "efficiency.py", "failures.py", "replay.py",
 )
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
     "ppo_fsdp": {
-        "alarms", "checkpoints", "config", "data", "efficiency", "evaluation", "losses", "metrics",
-        "mirrors", "models", "plan", "resharding", "rollout",
+        "alarms", "checkpoints", "config", "data", "efficiency", "evaluation", "failures", "losses",
+        "metrics", "mirrors", "models", "plan", "replay", "resharding", "rollout",
     },
     "config": {"losses", "models", "rollout"},
     "metrics": {"config", "data", "losses"},
     "evaluation": {"config", "data"},
     "mirrors": set(),
+    "failures": {"checkpoints", "config", "data", "losses", "plan", "resharding", "rollout"},
+    "replay": {"config", "data", "metrics", "resharding"},
     "alarms": {"data", "metrics"},
     "costs": {"config", "models"},
     "efficiency": {"config", "costs", "data"},
@@ -99,7 +104,7 @@ def test_file_is_within_its_budget(name):
 def test_all_files_together_are_within_the_budget():
     counts = {name: len(code_lines((HERE / name).read_text())) for name in BUDGETS}
     assert sum(counts.values()) <= TOTAL
-    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2300
+    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2320
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -207,7 +212,7 @@ def test_readme_first_screen():
     phases = [line for line in lines if re.match(r"\d+\. \*\*", line)]
     assert [line.split(".")[0] for line in phases] == [str(i) for i in range(1, 13)]
     loop = (HERE / "ppo_fsdp.py").read_text()
-    loop = loop[loop.index("def train(") :]
+    loop = loop[loop.index("def roll_out(") :]
     numbers = re.findall(r"# (?:.*?, )?(\d+)\. \w", loop)
     assert set(numbers) | {"9"} == {str(i) for i in range(1, 13)}
 
