@@ -677,14 +677,18 @@ def head(runs: list[Run]) -> str:
 
 
 def alarm_table(runs: list[Run]) -> str:
-    rows = ""
+    """A card an alarm: which runs raised it, and what is the same in all of them."""
+    cards: dict[tuple[str, str, str], str] = {}
     for run in runs:
         for what, steps, saw, usual, look in alarms(run):
-            rows += (f'<div class="alarm"><h3>{escape(what)}</h3><p class="key">'
-                     f"{escape(run.name)}, steps {escape(steps)}</p><dl>"
-                     f"<dt>saw</dt><dd>{escape(saw)}</dd>"
-                     f"<dt>usual</dt><dd>{escape(usual)}</dd>"
-                     f"<dt>look at</dt><dd>{escape(look)}</dd></dl></div>")
+            one = (what, usual, look)
+            cards[one] = cards.get(one, "") + (
+                f'<p class="key">{escape(run.name)}, steps {escape(steps)}</p>'
+                f"<dl><dt>saw</dt><dd>{escape(saw)}</dd></dl>")
+    rows = "".join(
+        f'<div class="alarm"><h3>{escape(what)}</h3>{seen}<dl><dt>usual</dt><dd>{escape(usual)}</dd>'
+        f"<dt>look at</dt><dd>{escape(look)}</dd></dl></div>"
+        for (what, usual, look), seen in cards.items())
     body = f'<div class="alarms">{rows}</div>' if rows else "<p>None.</p>"
     return f'<section id="alarms"><h2>Alarms</h2>{body}</section>'
 
