@@ -334,6 +334,7 @@ class Experience:
     advantages: Tensor
     returns: Tensor | None
     rollout_weights: Tensor | None
+    entropy: Tensor | None = None  # if it and old_log_probs are the update's to write
 
 
 def micro_batches(lengths: Tensor, cap: int, run: Run) -> list[list[int]]:
@@ -374,6 +375,15 @@ def forward_all(model: nn.Module, batch: data.Batch, run: Run, **options) -> lis
                 if run.world.rank % run.config.ulysses_sequence_parallel_size == 0:
                     result[pack.rows] = data.unpack(pack, output, result.shape[1])
     return [all_reduce_sum(result) for result in results]
+
+
+def is_one_update(step: int, config: Config) -> bool:
+    """Does the batch make one optimizer step of the actor, with nothing that must know the old
+    log-probs before? The policy that sampled is then the one that is updated, the ratio is 1 by
+    construction, and the update's own forward pass gives what phase 6 would."""
+    once = config.ppo_epochs == 1 and config.ppo_mini_batch_size == config.train_batch_size
+    ahead = config.use_kl_in_reward or config.rollout_is != "none"
+    return once and not ahead and step >= config.critic_warmup
 
 
 def compute_rewards(
@@ -440,6 +450,9 @@ def ppo_update(
             if step >= config.critic_warmup:
                 with metrics.phase("update_actor"):
                     update_actor(batch, experience, rows, run, metrics)
+    if experience.entropy is not None:  # each rank has written its rows
+        for x in (experience.old_log_probs, experience.entropy):
+            all_reduce_sum(x.mul_(run.world.rank % config.ulysses_sequence_parallel_size == 0))
 
 
 def update_actor(
@@ -468,9 +481,12 @@ def update_actor(
             model.set_requires_gradient_sync(i == len(parts) - 1)  # sum over ranks once a step
             pack = make_pack(batch, rows[part], run)
             at, mask = pack.rows, exp.mask[pack.rows]
-            outputs = model(pack, config.temperature, return_entropy=config.entropy_coeff != 0)
+            with_entropy = config.entropy_coeff != 0 or exp.entropy is not None
+            outputs = model(pack, config.temperature, return_entropy=with_entropy)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             log_probs, *entropy = [data.unpack(pack, output, mask.shape[1]) for output in outputs]
+            if exp.entropy is not None:
+                exp.old_log_probs[at], exp.entropy[at] = log_probs.detach(), entropy[0].detach()
             per_token, sums = losses.compute_policy_loss(
                 log_probs, exp.old_log_probs[at], exp.advantages[at], mask,
                 config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c,
@@ -478,7 +494,7 @@ def update_actor(
             )
             pg_loss = losses.aggregate(per_token, mask, **mode)
             loss = pg_loss
-            if entropy:
+            if config.entropy_coeff:
                 entropy_loss = losses.aggregate(*entropy, mask, **mode)
                 loss = loss - config.entropy_coeff * entropy_loss
                 metrics.add("actor/entropy_loss", entropy_loss, share)
@@ -674,9 +690,12 @@ def train(run: Run) -> None:
                 report(step + 1, run, metrics)
                 continue
             # 6. old log-probs
+            written = is_one_update(step, config)  # by phase 11
             with metrics.phase("old_log_prob"):
-                passes = forward_all(run.actor.model, batch, run, **tempered, return_entropy=True)
-                old_log_probs, entropy = passes
+                old_log_probs, entropy = (
+                    torch.zeros(2, *batch.response_mask.shape, device=world.device) if written else
+                    forward_all(run.actor.model, batch, run, **tempered, return_entropy=True)
+                )
             # 7. reference log-probs
             ref_log_probs = values = None
             if run.reference is not None:
@@ -693,6 +712,7 @@ def train(run: Run) -> None:
                 experience = Experience(
                     batch.response_mask.to(world.device), old_log_probs, ref_log_probs, values,
                     advantages, returns, rollout_weights(batch, old_log_probs, config),
+                    entropy if written else None,
                 )
             # 11. update
             with metrics.phase("update"):

@@ -308,6 +308,29 @@ def run_of(config, recipe, world, actor, critic, found):
     return types.SimpleNamespace(config=c, world=world, controller=controller, **learners)
 
 
+def only_update(world, name, folder, written):
+    """The numbers of a batch's only update, and the old log-probs and entropies after it. These are
+    `written` by the update's own pass, or come from a pass before it."""
+    way, found = WAYS[name], {}
+    batch, around = arranged(way, folder)
+    config = Config(**(SETTINGS | way.options))
+    paths = [str(folder / name) for name in ("actor", "critic")]
+    actor, critic, _ = ppo_fsdp.build_networks(config, paths[0], world, 1, paths[1])
+    run = run_of(config, "grpo", world, actor.model, critic.model, found)
+    assert ppo_fsdp.is_one_update(0, run.config)
+    old, entropy = (
+        torch.zeros(2, *batch.response_mask.shape) if written else ppo_fsdp.forward_all(
+            actor.model, batch, run, temperature=0.8, return_entropy=True))
+    around.old, metrics = old, Metrics(world)
+    exp = experience(batch, around, entropy, 0.0, run, metrics)
+    exp.entropy = entropy if written else None
+    ppo_fsdp.ppo_update(batch, exp, run, 0, metrics)
+    describe(batch, exp, torch.zeros_like(old), entropy, metrics)
+    numbers = metrics.reduce(ppo_fsdp.all_reduce_sum)
+    found |= {key: x for key, x in numbers.items() if not key.startswith(("timing_s", "critic"))}
+    return found | dict(old_log_probs=old, entropy=entropy)
+
+
 # ---------------------------------------------------------------------------------------------
 # The comparison
 
@@ -525,3 +548,25 @@ def test_the_step_has_everything_in_it(first, folder):
     gradients = {key: x for key, x in numbers.items() if ", step " in key}
     assert len({key.split(": hf")[0] for key in gradients}) == 3 + 2 * 2
     assert all(gradient.norm() > 1e-4 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("name", [
+    "cap of 250 tokens", "three ranks, cap of 108", "two pairs share", "64 more columns"])
+def test_the_only_update_of_a_batch_needs_no_pass_before_it(ranks, folder, name):
+    """Its own log-probs are the old ones: the ratio is exactly 1, and gradients, metrics, log-probs
+    and entropies are those of a run that makes the pass, on every rank."""
+    count = WAYS[name].ranks
+    (expected, *_), results = (
+        ranks[count](only_update, name, folder, written) for written in (False, True))
+    for found in results:
+        assert differing(found, expected) == []
+        assert found["actor/ratio_gap"] == found["actor/ppo_kl"] == 0
+
+
+@pytest.mark.parametrize("change", [
+    dict(ppo_epochs=2), dict(ppo_mini_batch_size=2), dict(use_kl_in_reward=True),
+    dict(rollout_is="token"), dict(critic_warmup=1)])
+def test_any_other_update_needs_the_old_log_probs_before_it(change):
+    on_policy = Config(**SETTINGS)
+    assert ppo_fsdp.is_one_update(0, on_policy)
+    assert not ppo_fsdp.is_one_update(0, dataclasses.replace(on_policy, **change))
