@@ -163,6 +163,21 @@ class Config:
     ulysses_sequence_parallel_size: int = 1
     # Free a block's full weights after its forward (less memory), or keep them for the backward.
     reshard_after_forward: bool = True
+    # Blocks that are gathered ahead of the one at work, in the forward and in the backward; 0: as
+    # FSDP2 does by itself (the next one, as far as the CPU is ahead; in the backward always one).
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    # Weights, gradients and moments of actor and critic on the host, where AdamW runs too; weights
+    # come for a block's forward and backward. For what does not fit; slower.
+    offload_policy: bool = False
+    # Weights of actor and critic on the host between the phases that use them.
+    param_offload: bool = False
+    # Their moments on the host between optimizer steps.
+    optimizer_offload: bool = False
+    # The reference's weights on the host; a block's come for its forward.
+    ref_param_offload: bool = False
+    # What a block keeps for its backward waits on the host.
+    enable_activation_offload: bool = False
     # On a GPU: compile each block and the head; about a minute more in the first step.
     use_torch_compile: bool = True
     # Recompute activations in the backward instead of keeping them: mlp: the product inside the
@@ -334,7 +349,8 @@ def _check_ranges(c: Config) -> None:
     at_least_0 = (
         "total_training_steps", "critic_warmup", "lr_warmup_steps", "clip_range_value", "seed",
         "loss_scale_factor", "val_temperature", "kv_cache_gib", "weight_decay", "test_freq",
-        "sample_freq", "check_published_freq", "fsdp_size", "max_ckpt_to_keep",
+        "sample_freq", "check_published_freq", "fsdp_size", "max_ckpt_to_keep", "forward_prefetch",
+        "backward_prefetch",
     )
     fractions = ("gamma", "lam", "log_prob_fraction", "gpu_memory_utilization")
     for names, holds, bound in (
@@ -385,6 +401,12 @@ def _check_ranks(c: Config, world_size: int) -> None:
     _require(
         world_size % (c.fsdp_size or 1) == 0,
         f"fsdp_size {c.fsdp_size} does not divide the {world_size} ranks: change it, 0 is all",
+    )
+    _require(
+        not (c.offload_policy and (c.param_offload or c.optimizer_offload)),
+        f"offload_policy keeps weights and moments on the host always, so param_offload "
+        f"{c.param_offload} and optimizer_offload {c.optimizer_offload} have nothing to move: "
+        "switch them off, or it",
     )
     longest = c.max_prompt_length + c.max_response_length
     part = -(-longest // c.ulysses_sequence_parallel_size)  # of one rank

@@ -112,7 +112,7 @@ class Pack:
     rows: Tensor  # [b] int64, rows of the batch
     local_rows: Tensor  # [K] int64, place of each token in the [b,R] of this pack
     columns: Tensor  # [K] int64
-    share: Any = None  # with the ranks that compute it together: resharding.share_pack
+    share: Any = None  # with the ranks that compute it together: ulysses.share_pack
 
     def to(self, device: torch.device | str) -> "Pack":
         """The same pack on another device."""

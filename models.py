@@ -6,7 +6,8 @@
 
 The networks themselves are the transformers library's. Ours is what lies around them: one attention
 function that keeps packed sequences apart, and heads that look at the K places that matter only, so
-that no tensor of [T, V] ever exists. How the weights are sharded is not known here (resharding.py).
+that no tensor of [T, V] ever exists. How the weights are sharded is not known here (resharding.py),
+nor how ranks share a micro-batch (ulysses.py).
 """
 
 import functools
@@ -33,6 +34,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+import offloading
 from data import Pack
 from losses import compute_entropy, compute_log_probs
 
@@ -81,31 +83,9 @@ def packed_attention(
     in_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attend = _attend_varlen if in_kernel else _attend_each
     if share is not None:
-        query, key, value = _whole_sequence(query, key, value, share)
+        query, key, value = share.whole_sequence(query, key, value)
     out = attend(query, key, value, cu_seqlens, max_seqlen, scaling)
-    return (out if share is None else _whole_heads(out, share))[None], None
-
-
-def _whole_sequence(query: Tensor, key: Tensor, value: Tensor, share: Any) -> list[Tensor]:
-    """[T/U, heads, d] each, of this rank's tokens -> [T, heads/U, d], of this rank's heads.
-
-    One exchange for all three. Key-value heads that do not divide by U are copied, side by side, up
-    to the next number that does: query heads i .. i + g - 1 still find theirs at i/g.
-    """
-    copies = 1
-    while key.shape[1] * copies % share.size:
-        copies += 1
-    if copies > 1:
-        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    parts = [x.unflatten(1, (share.size, -1)).transpose(0, 1) for x in (query, key, value)]
-    mixed = share.exchange(torch.cat(parts, dim=2))  # [U, T/U, heads/U, d]: part s is of slice s
-    return mixed.flatten(0, 1).split([part.shape[2] for part in parts], dim=1)
-
-
-def _whole_heads(out: Tensor, share: Any) -> Tensor:
-    """The way back: [T, heads/U, d] -> [T/U, heads, d]."""
-    parts = share.exchange(out.unflatten(0, (share.size, -1)))  # [U, T/U, heads/U, d]
-    return parts.transpose(0, 1).flatten(1, 2)
+    return (out if share is None else share.whole_heads(out))[None], None
 
 
 def _attend_varlen(
@@ -254,13 +234,15 @@ def _build(
     random_weights: bool = False,
     gradient_checkpointing: str = "none",
     compile: bool = False,
+    enable_activation_offload: bool = False,
     **overrides,
 ) -> nn.Module:
     """`meta`: names and shapes only, for ranks that get their weights by broadcast.
     `random_weights`: from the config alone (benchmarks). `gradient_checkpointing`: what the
     backward computes once more instead of keeping it, "none", "mlp" or "full". `compile`: fuse the
     element-wise work of each block, one graph for all of them; fewer launches and less to keep for
-    the backward. Dropout is off everywhere: old and new log-probs must be comparable."""
+    the backward. `enable_activation_offload`: what a block keeps waits on the host (offloading.py).
+    Dropout is off everywhere: old and new log-probs must be comparable."""
     config = read_config(path)
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):  # each architecture has names of its own
@@ -289,10 +271,11 @@ def _build(
             raise ValueError(f"{path!r} has no gated feed-forward: recompute none or full of it")
         for mlp in gated:
             mlp.forward = functools.partial(_lean_mlp, mlp)
-    if compile:
-        for block in hf.modules():
-            if type(block).__name__ in hf._no_split_modules:
-                block.forward = torch.compile(block.forward, dynamic=True)
+    blocks = [block for block in hf.modules() if type(block).__name__ in hf._no_split_modules]
+    for block in blocks if compile else ():
+        block.forward = torch.compile(block.forward, dynamic=True)
+    if enable_activation_offload:
+        offloading.offload_activations(blocks)
     # transformers checkpoints activations in training mode only: the networks stay in it for good
     return hf.train()
 

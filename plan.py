@@ -107,16 +107,21 @@ def memory_plan(
     token_bytes = shape.cache_bytes(item) / parts
     cache = c.kv_cache_gib * 2**30 or needed * token_bytes
     awake = phases if c.free_cache_engine == "no" else ["update_weights", "gen"]
+    of_actor, of_critic = ["update_weights", "old_log_prob", "update_actor"], list(OF_CRITIC)
+    if not c.param_offload:
+        of_actor = of_critic = phases
+    at_rest = [] if c.optimizer_offload else phases  # else they come for the step alone: _pass
+    states, reference = (not c.offload_policy) / shards, (not c.ref_param_offload) / shards
 
     def held(size: float, during: Sequence[str] = phases) -> dict[str, float]:
         return {phase: size if phase in during else 0.0 for phase in phases}
 
     owners = {
-        "actor weights": held(4 * shape.params / shards),
-        "actor moments": held(8 * shape.params / shards),
-        "critic weights": held(4 * critic.critic_params / shards * has_critic),
-        "critic moments": held(8 * critic.critic_params / shards * has_critic),
-        "reference": held(item * shape.params / shards * has_reference),
+        "actor weights": held(4 * shape.params * states, of_actor),
+        "actor moments": held(8 * shape.params * states, at_rest),
+        "critic weights": held(4 * critic.critic_params * states * has_critic, of_critic),
+        "critic moments": held(8 * critic.critic_params * states * has_critic, at_rest),
+        "reference": held(item * shape.params * reference * has_reference),
         "full copies": held(item * shape.params * (not c.reshard_after_forward)),  # of the probe
         "gradients": held(0),
         "activations": held(0),
@@ -148,9 +153,9 @@ def _longest(c: Config) -> int:
 
 
 def _pass(c: Config, shape: Shape, phase: str, num_gpus: int) -> dict[str, float]:
-    """What a forward or an update holds at its peak. Of an update that is the fuller of two
-    moments: as the backward of the last micro-batch begins, in the head or in a block, and as it
-    ends, when no activations are left."""
+    """What a forward or an update holds at its peak. Of an update that is the fullest of three
+    times: as the backward of the last micro-batch begins, in the head or in a block, as it ends,
+    when no activations are left, and, where the optimizer's moments come for it, in the step."""
     item, is_update, has_head = _item(c), phase.startswith("update"), phase not in OF_CRITIC
     prompts = c.ppo_mini_batch_size if is_update else c.train_batch_size
     groups = num_gpus // c.ulysses_sequence_parallel_size  # of ranks that share micro-batches
@@ -164,8 +169,10 @@ def _pass(c: Config, shape: Shape, phase: str, num_gpus: int) -> dict[str, float
     # FSDP2 gathers block by block, beside a root of embedding and head; one rank has one group
     shards, params = c.fsdp_size or num_gpus, shape.params if has_head else shape.critic_params
     root = shape.embedding * (2 if has_head and not shape.tied else 1)
-    by_block = c.reshard_after_forward and shards > 1
-    copies = item * (root + BLOCKS_AT_ONCE * shape.block if by_block else params)
+    on_host = c.ref_param_offload if phase == "ref" else c.offload_policy
+    by_block = c.reshard_after_forward and (shards > 1 or on_host)
+    at_once = BLOCKS_AT_ONCE + max(0, c.forward_prefetch - 1, c.backward_prefetch - 1)
+    copies = item * (root + at_once * shape.block if by_block else params)
     if not is_update:
         block = item * tokens * (4 * shape.ffn + 3 * shape.hidden)  # in the MLP
         return {
@@ -174,23 +181,29 @@ def _pass(c: Config, shape: Shape, phase: str, num_gpus: int) -> dict[str, float
             "logits or block": max(logits, block),
         }
     mode, last_norm = c.gradient_checkpointing, (item + 4) * shape.hidden
-    kept = shape.layers * kept_bytes(shape, mode, item, c.use_torch_compile) + last_norm
+    blocks = min(2, shape.layers) if c.enable_activation_offload else shape.layers
+    kept = blocks * kept_bytes(shape, mode, item, c.use_torch_compile) + last_norm
     again = {"none": 0, "mlp": 2 * item * shape.ffn}
     again["full"] = kept_bytes(shape, "none", item, c.use_torch_compile)
     block = tokens * (again[mode] + 2 * item * (shape.ffn + shape.hidden))
     block += item * root + (item + 4) * shape.block  # their new gradients, before they add up
     adds_up = tokens < share  # gradients of several micro-batches: whole, in float32
     begin = {
+        "full copies": copies,
         "gradients": 4 * params * adds_up,
         "activations": tokens * kept,
         "logits or block": max(logits, block),
     }
     # the root comes last: what was added up, what is new, and a copy to be cut; the rest is cut
-    end = {"gradients": 4 * params / shards + (4 * adds_up + item + 4) * root}
-    if shards == 1:  # a copy "to be cut", a scaled one, and the result
+    states = (not on_host) / shards
+    end = {"gradients": 4 * params * states + (4 * adds_up + item + 4) * root}
+    if shards == 1 and not on_host:  # a copy "to be cut", a scaled one, and the result
         end = {"gradients": 3 * 4 * params}
-    fuller = max(begin, end, key=lambda held: sum(held.values()))
-    return {"full copies": copies} | fuller
+    times = [begin, end | {"full copies": copies}]
+    if c.optimizer_offload:
+        moments = "actor moments" if has_head else "critic moments"
+        times.append({"gradients": 4 * params * states, moments: 8 * params * states})
+    return max(times, key=lambda held: sum(held.values()))
 
 
 def kept_bytes(shape: Shape, recompute: str, item: int, compiled: bool = False) -> float:
@@ -272,10 +285,15 @@ def remedy(
     values[cap] = [rows * _longest(c) for rows in range(most, 0, -1)]
     values["fsdp_size"] = [0]
     values["tensor_parallel_size"] = [k for k in (2, 4, 8) if num_gpus % k == 0]
+    offloads = "ref_param_offload", "optimizer_offload", "param_offload"
+    for option in (*offloads, "enable_activation_offload", "offload_policy"):
+        values[option] = [True]
     values["gpus"] = [k * num_gpus for k in (2, 4, 8, 16, 32)]
+    values = [(option, value) for option in values for value in values[option]]
     fitting = (
-        f"on {value} GPUs" if option == "gpus" else f"with --{option.replace('_', '-')} {value}"
-        for option in values for value in values[option] if plan_of(**{option: value}).excess <= 0
+        f"on {value} GPUs" if option == "gpus"
+        else f"with --{option} {'' if value is True else value}".replace("_", "-").strip()
+        for option, value in values if plan_of(**{option: value}).excess <= 0
     )
     advice = next(fitting, "with no single option: take more GPUs and a smaller model or batch")
     return f"{describe_peak(plan_of())}; it fits {advice}"

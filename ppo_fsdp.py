@@ -12,8 +12,8 @@ and scalars of the *global* batch, so whatever is not a forward or a backward is
 single-process code that all ranks compute alike. The number of ranks, packing and the cut into
 micro-batches are not mathematics: every loss is a sum over a count of the whole mini-batch.
 
-Collectives: on weights and gradients, and inside a micro-batch that ranks share, in resharding.py;
-all others in this file.
+Collectives: on weights and gradients in resharding.py, inside a micro-batch that ranks share in
+ulysses.py; all others in this file.
 Letters: B sequences of the global batch, R padded response width, b rows and K response tokens of
 one packed micro-batch, W ranks.
 """
@@ -47,6 +47,7 @@ import plan
 import replay
 import resharding
 import rollout
+import ulysses
 from config import PRESETS, Config, check_config, check_model, parse_config  # noqa: F401
 from metrics import Metrics, check_resume, describe, go_back_to, show_samples, write_record
 from mirrors import Mirrors
@@ -205,28 +206,33 @@ def build_networks(
     receive."""
     compute_dtype = getattr(torch, config.dtype)
     updates = config.ppo_epochs * config.train_batch_size // config.ppo_mini_batch_size
-    mesh, reshard = resharding.make_mesh(config.fsdp_size), config.reshard_after_forward
+    mesh, masters = resharding.make_mesh(config.fsdp_size), (torch.float32, config.offload_policy)
+    names = "reshard_after_forward", "forward_prefetch", "backward_prefetch"
 
-    def build(builder: Callable, path: str, dtype: torch.dtype) -> nn.Module:
+    def build(builder: Callable, path: str, dtype: torch.dtype, on_host: bool) -> nn.Module:
         torch.manual_seed(config.seed)
         model = builder(
             path, dtype, meta=not world.is_main, random_weights=config.random_weights,
             gradient_checkpointing=config.gradient_checkpointing,
             compile=config.use_torch_compile and world.device.type == "cuda",
+            enable_activation_offload=config.enable_activation_offload,
         )
-        return resharding.shard_model(model, mesh, compute_dtype, reshard_after_forward=reshard)
+        settings = {name: getattr(config, name) for name in names}
+        settings["offload_policy"] = on_host
+        return resharding.shard_model(model, mesh, compute_dtype, **settings)
 
-    actor = build(models.build_actor, path, torch.float32)
+    actor = build(models.build_actor, path, *masters)
     if config.rollout_only:
         return Learner(actor, None, None), None, None
     actor = make_learner(actor, config.lr, config, updates * (num_steps - config.critic_warmup))
     critic = reference = None
     if config.adv_estimator == "gae":
-        critic = build(models.build_critic, critic_path or path, torch.float32)
+        critic = build(models.build_critic, critic_path or path, *masters)
         critic = make_learner(critic, config.critic_lr, config, updates * num_steps)
     if config.use_kl_in_reward or config.use_kl_loss:
         # Never trained, so no float32 masters: less memory, the same numbers.
-        reference = build(models.build_actor, path, compute_dtype).requires_grad_(False)
+        reference = build(models.build_actor, path, compute_dtype, config.ref_param_offload)
+        reference.requires_grad_(False)
     return actor, critic, reference
 
 
@@ -234,6 +240,9 @@ def make_learner(model: nn.Module, lr: float, config: Config, total_steps: int) 
     """AdamW on the float32 shards; the schedule counts optimizer steps that were taken."""
     decay = config.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay, fused=True)
+    for owner, away in ((model, config.param_offload), (optimizer, config.optimizer_offload)):
+        if away:
+            resharding.offload(owner)
 
     def factor(done: int) -> float:
         """Of the learning rate in optimizer step `done` + 1: never 0 within the run."""
@@ -351,7 +360,7 @@ def make_pack(batch: data.Batch, rows: Tensor | list[int], run: Run) -> data.Pac
     """A micro-batch as the networks take it: whole, or this rank's share of it."""
     shared = run.config.ulysses_sequence_parallel_size
     pack = data.pack(batch, rows, pad_to=shared)
-    return resharding.share_pack(pack, shared).to(run.world.device)
+    return ulysses.share_pack(pack, shared).to(run.world.device)
 
 
 @torch.no_grad()
@@ -363,7 +372,7 @@ def forward_all(model: nn.Module, batch: data.Batch, run: Run, **options) -> lis
     """
     cap = run.config.log_prob_max_token_len_per_gpu or 2 * run.config.ppo_max_token_len_per_gpu
     results = None
-    with resharding.kept_whole(model):
+    with resharding.on_device(model), resharding.kept_whole(model):
         for rows in micro_batches(batch.lengths, cap, run):
             pack = make_pack(batch, rows, run)
             outputs = model(pack, **options)
@@ -445,10 +454,10 @@ def ppo_update(
         draw = (config.seed, step, epoch)
         for rows in data.mini_batches(len(batch.lengths), mini_batch_rows, *draw):
             if run.critic is not None:
-                with metrics.phase("update_critic"):
+                with metrics.phase("update_critic"), resharding.on_device(run.critic.model):
                     update_critic(batch, experience, rows, run, metrics)
             if step >= config.critic_warmup:
-                with metrics.phase("update_actor"):
+                with metrics.phase("update_actor"), resharding.on_device(run.actor.model):
                     update_actor(batch, experience, rows, run, metrics)
     if experience.entropy is not None:  # each rank has written its rows
         for x in (experience.old_log_probs, experience.entropy):
@@ -550,7 +559,8 @@ def optimizer_step(learner: Learner, name: str, max_norm: float, metrics: Metric
     norm = resharding.clip_gradients(learner.model, max_norm)
     metrics.known[f"{name}/lr"] = learner.scheduler.get_last_lr()[0]
     if math.isfinite(norm):
-        learner.optimizer.step()
+        with resharding.on_device(learner.optimizer):
+            learner.optimizer.step()
         learner.scheduler.step()
     learner.optimizer.zero_grad()
     metrics.add(f"{name}/grad_norm", norm, 1)

@@ -8,15 +8,12 @@
     disk       a checkpoint holds the shards and what the optimizers keep of them, to be cut anew
                over any number of ranks, and the whole weights as a Hugging Face folder.
 
-Every collective on weights and gradients is in this file, and those between ranks that compute one
-micro-batch together; FSDP2 issues its own inside the modules' forward and backward. One sum, no
-mean: nothing here divides by the number of ranks.
+Every collective on weights and gradients is in this file; FSDP2 issues its own inside the modules'
+forward and backward. One sum, no mean: nothing here divides by the number of ranks.
 """
 
 import contextlib
 import copy
-import dataclasses
-import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,13 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import checkpoints
+import offloading
 from checkpoints import CheckpointError, reason
 
 
@@ -55,34 +54,46 @@ def shard_model(
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
+    offload_policy: bool = False,
+    forward_prefetch: int = 0,
+    backward_prefetch: int = 0,
 ) -> nn.Module:
     """Shard `model` in place over `mesh` (all ranks by default): one FSDP2 group a decoder block,
-    one for the rest; where each rank holds all of it, one group for everything.
+    one for the rest; where each rank holds all of it on its device, one group for everything.
 
     Rank 0 comes with real weights, the others may come with meta tensors: each weight is broadcast
     from rank 0 and cut. Collective. Parameters keep their dtype (float32 masters), compute is in
-    `param_dtype`, gradients are summed over the ranks in `reduce_dtype`.
+    `param_dtype`, gradients are summed over the ranks in `reduce_dtype`. With `offload_policy`
+    parameters and gradients are on the host, and so is what an optimizer does with them; a block's
+    come for its forward and backward. The two prefetches: so many blocks are gathered ahead of the
+    one at work; 0: as FSDP2 does by itself.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _device()
     _refuse_lower_precision(hf_model(model), param_dtype)
     weights = dict(_named_tensors(model)) if dist.get_rank() == 0 else {}
     model.to("meta")
     hf_model(model).tie_weights()  # moving a module to another device unties what was tied
     mesh = mesh or make_mesh()
-    sharded = mesh["shard"].size() > 1  # else there is nothing to gather block by block
+    # else there is nothing to gather block by block
+    sharded = mesh["shard"].size() > 1 or offload_policy
     settings = dict(
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
         reshard_after_forward=reshard_after_forward,
+        offload_policy=OffloadPolicy(),
     )
-    for block in decoder_blocks(model) if sharded else ():
-        fully_shard(block, **settings)
-    fully_shard(model, **settings)
+    if offload_policy:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    blocks = decoder_blocks(model) if sharded else []
+    for module in [*blocks, model]:
+        fully_shard(module, **settings)
+    _set_prefetch([model, *blocks], forward_prefetch, backward_prefetch)
     model.reshards = reshard_after_forward
     model.keeps_weights = not (reshard_after_forward and sharded)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if offload_policy else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     with torch.no_grad():
         for name, tensor in _named_tensors(model):
             _fill(tensor, weights.pop(name, None), device)
@@ -93,6 +104,25 @@ def shard_model(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _device() -> torch.device:
+    """Where this rank computes."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _set_prefetch(order: list[FSDPModule], forward: int, backward: int) -> None:
+    """`order` is that of the forward, the root first. Of the modules before (behind) each so many
+    are gathered while it computes. The lists are the same on every rank, and so is then the order
+    of the gathers."""
+    for i, module in enumerate(order):
+        if forward:
+            module.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + forward])
+        if backward:
+            behind = order[:0:-1] if i == 0 else order[i - 1 : 0 : -1]  # the root's backward: first
+            module.set_modules_to_backward_prefetch(behind[:backward])
 
 
 def _refuse_lower_precision(hf: nn.Module, param_dtype: torch.dtype) -> None:
@@ -126,6 +156,7 @@ def _fill(tensor: Tensor, weight: Tensor | None, device: torch.device) -> None:
     if isinstance(tensor, DTensor):
         # src_data_rank=None: every rank has the data already, so each only cuts its own piece
         full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor, full = tensor.to_local(), full.to_local()
     tensor.copy_(full)
 
 
@@ -166,6 +197,73 @@ def _reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def offload(owner: nn.Module | torch.optim.Optimizer) -> int:
+    """The shards of a network's weights, or an optimizer's moments, go to pinned host memory, and
+    their memory on the device is free. Returns the bytes that went.
+
+    Until `onload` a forward or an optimizer's step is an error; publish_weights, full_params and
+    checkpoints read (and fill) what is on the host.
+    """
+    if not hasattr(owner, "host"):
+        owner.host = {}
+        if isinstance(owner, nn.Module):  # before FSDP2's own hook, which would read the shards
+            owner.register_forward_pre_hook(_refuse_away, prepend=True)
+        else:
+            owner.register_step_pre_hook(_refuse_away)
+    if isinstance(owner, nn.Module):
+        _reshard(owner)
+    owner.away = True
+    return offloading.send(_parts(owner), owner.host)
+
+
+def onload(owner: nn.Module | torch.optim.Optimizer) -> int:
+    """The way back. Returns the bytes that came."""
+    owner.away = False
+    return offloading.fetch(_parts(owner), owner.host)
+
+
+@contextlib.contextmanager
+def on_device(*owners: nn.Module | torch.optim.Optimizer) -> Iterator[None]:
+    """Within it, those that were offloaded are on the device; then they go back."""
+    away = [owner for owner in owners if getattr(owner, "away", False)]
+    for owner in away:
+        onload(owner)
+    yield
+    for owner in away:
+        offload(owner)
+
+
+def _parts(owner: nn.Module | torch.optim.Optimizer) -> list[Tensor]:
+    """This rank's part of each weight, or of each moment."""
+    tensors = []
+    if isinstance(owner, nn.Module):
+        tensors = list(owner.parameters())
+    else:
+        for state in owner.state.values():  # a count of steps has no dimension
+            tensors += [tensor for tensor in state.values() if tensor.ndim]
+    return [_local(tensor.detach()) for tensor in tensors]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _refuse_away(owner: nn.Module | torch.optim.Optimizer, *_) -> None:
+    if owner.away:
+        raise RuntimeError(f"the tensors of this {type(owner).__name__} are offloaded: onload them")
+
+
+def _where_it_is(tensor: Tensor, owner: nn.Module | torch.optim.Optimizer) -> Tensor:
+    """`tensor` of `owner`, or, while that is offloaded, the same over its host memory."""
+    tensor = tensor.detach()
+    if not getattr(owner, "away", False):
+        return tensor
+    local = offloading.on_host(_local(tensor), owner.host)
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
 def _saved_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
     """Those that a model folder holds, in the order of their names."""
     saved = hf.state_dict().keys()
@@ -177,7 +275,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     _reshard(model)
     hf = hf_model(model)
     tensors = [*hf.named_parameters(), *_saved_buffers(hf)]
-    return {name: tensor.detach() for name, tensor in tensors}
+    return {name: _where_it_is(tensor, model) for name, tensor in tensors}
 
 
 def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -185,6 +283,7 @@ def full_params(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[
     Collective: all ranks iterate to the end together. Each shard is cast to `dtype` before it is
     gathered: half the bytes."""
     for name, tensor in saved_tensors(model).items():
+        tensor = tensor.to(_device())
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -231,17 +330,17 @@ def _publish_portable(model: nn.Module, engine: Any) -> int:
 def _publish_direct(model: nn.Module, engine: Any) -> int:
     """Both sides keep a weight as rows, in the same order, so that a gather of the shards is
     already vLLM's (fused) weight."""
-    _reshard(model)
     shards, views = [], []
-    for name, parameter in hf_model(model).named_parameters():
+    for name, parameter in saved_tensors(model).items():
         shards.append(parameter.to_local())
         views.append(engine.views[name])
     group = parameter.device_mesh["shard"].get_group()
-    if group.size() == 1:
+    if group.size() == 1 and shards[0].device == views[0].device:
         torch._foreach_copy_(views, shards)  # one kernel for all: reads float32, writes bfloat16
     else:
         for view, shard in zip(views, shards):
-            dist.all_gather_into_tensor(view, shard.to(view.dtype), group)
+            shard = shard.to(view.device, non_blocking=True).to(view.dtype)
+            dist.all_gather_into_tensor(view, shard, group)
     return sum(view.nbytes for view in views)
 
 
@@ -287,7 +386,8 @@ def check_published(model: nn.Module, engine: Any, pack: Any, max_gap: float) ->
     epsilon or a rotary base.
     """
     stale = stale_weights(model, engine)
-    ours = model(pack).float().cpu()
+    with on_device(model):
+        ours = model(pack).float().cpu()
     borders = pack.cu_seqlens.tolist()
     sequences = [pack.input_ids[start:end].tolist() for start, end in zip(borders, borders[1:])]
     scored = torch.zeros(borders[-1])
@@ -337,85 +437,6 @@ def _part_of(full: Tensor, shape: torch.Size, member: int, members: int) -> Tens
         start = member // copies * size
         where.append(slice(start, start + size))
     return full[tuple(where)]
-
-
-# ---- one micro-batch on several ranks (sequence parallel, "Ulysses", arXiv 2309.14509)
-
-
-def share_pack(pack: Any, size: int) -> Any:
-    """`pack` (data.Pack) as this rank sees it when `size` consecutive ranks compute it together:
-    its slice of the tokens, and the outputs x_r of the response tokens that are predicted there.
-
-        dL/dtheta = sum_r dL/dx_r dx_r/dtheta
-
-    Position ids, and the borders of the sequences, are those of the whole pack, so a sequence goes
-    on across a cut. The networks return all [K] outputs on every rank of the group, in the pack's
-    order, so each has the same loss L, and differentiates it by its own x_r. FSDP2 sums gradients
-    over the ranks: that is the sum above, and there is no factor.
-    Test: test_ulysses.py::test_a_shared_pack_gives_the_outputs_and_gradients_of_the_whole
-    """
-    if size == 1:
-        return pack
-    group = _sequence_group(size)
-    width, rest = divmod(len(pack.input_ids), size)
-    if rest:
-        raise ValueError(f"{size} ranks cannot share {len(pack.input_ids)} tokens: use pad_to")
-    start = dist.get_rank(group) * width
-    tokens = slice(start, start + width)
-    ends = pack.hidden_rows.new_tensor([tokens.start, tokens.stop])
-    first, last = torch.searchsorted(pack.hidden_rows, ends).tolist()  # places rise within a pack
-    return dataclasses.replace(
-        pack,
-        input_ids=pack.input_ids[tokens],
-        position_ids=pack.position_ids[tokens],
-        hidden_rows=pack.hidden_rows[first:last] - start,
-        targets=pack.targets[first:last],
-        share=PackShare(group, size, first, len(pack.targets) - last),
-    )
-
-
-@functools.cache
-def _sequence_group(size: int) -> dist.ProcessGroup:
-    """The `size` consecutive ranks that this one is among. Collective when first asked for."""
-    return dist.new_subgroups(size)[0]
-
-
-@dataclasses.dataclass
-class PackShare:
-    """What the ranks of a shared pack exchange; models.py calls it."""
-
-    group: dist.ProcessGroup
-    size: int
-    before: int  # response tokens of the pack that lower ranks have
-    after: int  # and higher ones
-
-    def exchange(self, x: Tensor) -> Tensor:
-        """x [U, ...]: part s goes to rank s of the group, and rank s's comes in its place."""
-        return _Exchange.apply(x, self.group)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """x [k] of this rank's response tokens -> [K] of all. The others' are constants here: every
-        rank computes the same loss, and differentiates it by its own tokens alone."""
-        whole = F.pad(x.detach(), (self.before, self.after))
-        dist.all_reduce(whole, group=self.group)  # one rank has the number, the others 0
-        return torch.cat([whole[: self.before], x, whole[self.before + len(x) :]])
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of equal parts. What went from rank a to rank b has its gradient on b: the way
-    back is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(gradient, ctx.group), None
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
@@ -550,7 +571,7 @@ def _state_of(name: str, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     state = {f"{name}/{key}": tensor for key, tensor in saved_tensors(model).items()}
     for key, parameter in hf_model(model).named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
-            state[f"{name}.{kind}/{key}"] = value
+            state[f"{name}.{kind}/{key}"] = _where_it_is(value, optimizer)
     return state
 
 
@@ -578,6 +599,8 @@ def _allocate(
                 like = torch.empty(entry.size, device=parameter.device)
             kind, dtype = part.removeprefix(f"{name}."), entry.properties.dtype
             optimizer.state[parameter][kind] = torch.zeros_like(like, dtype=dtype)
+    if getattr(optimizer, "away", False):
+        offload(optimizer)
     for group, kept in zip(optimizer.param_groups, groups):
         for key in kept.keys() - {"params"}:  # JSON has lists where torch has tuples
             group[key] = tuple(kept[key]) if isinstance(kept[key], list) else kept[key]

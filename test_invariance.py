@@ -26,8 +26,10 @@ import torch.nn.functional as F
 import data
 import losses
 import models
+import offloading
 import ppo_fsdp
 import resharding
+import ulysses
 from config import PRESETS, Config
 from metrics import Metrics, describe
 from testing_ranks import preload, replaced
@@ -103,6 +105,11 @@ WAYS = {
     "seven rows of logits": way("mean of the chunk", (models, "LOGITS_CHUNK", 7)),
     "fsdp_size 1": way("copies that do not talk", ranks=2, fsdp_size=1),
     "weights kept for the backward": way("stale weights", ranks=2, reshard_after_forward=False),
+    "offloaded between phases": way(
+        "coarse copies on the host", ranks=2, param_offload=True, optimizer_offload=True,
+        enable_activation_offload=True, forward_prefetch=1, backward_prefetch=2, **caps(250)),
+    "on the host": way(
+        "mean over ranks", ranks=2, offload_policy=True, ref_param_offload=True, **caps(250)),
     "two ranks share a pack": way("each copy pulls", ranks=2, ulysses_sequence_parallel_size=2),
     "four ranks share, cap of 27": way(
         "positions restart", ranks=4, ulysses_sequence_parallel_size=4, **caps(27)),
@@ -363,8 +370,8 @@ def differing(found, expected):
 
 aggregate, attend_each, pack = losses.aggregate, models._attend_each, data.pack
 group_statistics, head, add = losses._group_statistics, models.Actor._head, Metrics.add
-shard_model, share_pack, gather = (
-    resharding.shard_model, resharding.share_pack, resharding.PackShare.gather)
+shard_model, share_pack, gather, send = (
+    resharding.shard_model, ulysses.share_pack, ulysses.PackShare.gather, offloading.send)
 
 
 def own_count(loss, mask, mode, num_tokens, num_sequences, norm=None):
@@ -458,6 +465,14 @@ def kept_for_ever(model):
         resharding._reshard(model)
 
 
+def coarse_copies(tensors, host):
+    """What was on the host comes back as bfloat16."""
+    sent = send(tensors, host)
+    for buffer in host.values():
+        buffer.view(torch.float32).copy_(buffer.view(torch.float32).bfloat16())
+    return sent
+
+
 def positions_restart(pack, size):
     """Each rank counts its own tokens."""
     share = share_pack(pack, size)
@@ -485,10 +500,11 @@ FAULTS = {
     "coarse recomputation": (models, "_attend_each", coarse_again),
     "mean of the chunk": (models.Actor, "_head", centred_chunk),
     "copies that do not talk": (resharding, "shard_model", silent_copies),
+    "coarse copies on the host": (offloading, "send", coarse_copies),
     "stale weights": (resharding, "kept_whole", kept_for_ever),
-    "positions restart": (resharding, "share_pack", positions_restart),
-    "each copy pulls": (resharding.PackShare, "gather", each_copy_pulls),
-    "own tokens alone": (resharding.PackShare, "exchange", lambda self, x: x),
+    "positions restart": (ulysses, "share_pack", positions_restart),
+    "each copy pulls": (ulysses.PackShare, "gather", each_copy_pulls),
+    "own tokens alone": (ulysses.PackShare, "exchange", lambda self, x: x),
 }
 
 

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 # tensors or ranks. evaluation.py took work off the loop, failures.py its ends, and replay.py puts a
 # file in the place of its first half.
 BUDGETS = {
-    "ppo_fsdp.py": 550,
+    "ppo_fsdp.py": 580,
     "config.py": 350,  # an option and its checks are three lines; about 120 are to come
     "metrics.py": 200,
     "checkpoints.py": 120,
@@ -32,27 +32,32 @@ BUDGETS = {
     "replay.py": 140,  # a quarter of it says what does not fit a saved file, with both numbers
     "alarms.py": 185,  # two more alarms: a grader that hangs, a rank that is slow
     "costs.py": 150,
-    "plan.py": 300,
+    "plan.py": 320,
     "efficiency.py": 110,
     "data.py": 450,
     "rollout.py": 300,
     "models.py": 350,
-    "resharding.py": 450,
+    "resharding.py": 480,  # prefetch lists, and what is read where it is while it is offloaded: 40
+    "ulysses.py": 80,
+    "offloading.py": 130,
     "losses.py": 400,
 }
-# The six of the design under 2,320: saving, resuming and exporting are 200 lines of them, sequence
-# parallelism (what is cut, exchanged and put together again, each written out) 75. The others watch
-# and describe a run, or plan its memory before it is taken, and can be read apart.
-TOTAL = 4110
+# The six of the design under 2,350: saving, resuming and exporting are 200 lines of them. The others
+# watch and describe a run, or plan its memory before it is taken, and can be read apart; so can
+# sequence parallelism (what is cut, exchanged and put together again, each written out), and what
+# leaves the device for a while.
+TOTAL = 4260
 OTHERS = (
     "config.py", "metrics.py", "checkpoints.py", "evaluation.py", "mirrors.py", "alarms.py",
     "costs.py", "plan.py", "efficiency.py", "failures.py", "replay.py",
+    "ulysses.py", "offloading.py",
 )
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
     "ppo_fsdp": {
         "alarms", "checkpoints", "config", "data", "efficiency", "evaluation", "failures", "losses",
         "metrics", "mirrors", "models", "plan", "replay", "resharding", "rollout",
+        "ulysses",
     },
     "config": {"losses", "models", "rollout"},
     "metrics": {"config", "data", "losses"},
@@ -65,9 +70,11 @@ IMPORTS = {
     "efficiency": {"config", "costs", "data"},
     "plan": {"config", "costs", "metrics", "models"},
     "rollout": {"data"},
-    "models": {"data", "losses"},
-    "resharding": {"checkpoints"},
+    "models": {"data", "losses", "offloading"},
+    "resharding": {"checkpoints", "offloading"},
     "checkpoints": set(),
+    "ulysses": set(),
+    "offloading": set(),
     "data": set(),
     "losses": set(),
 }
@@ -104,7 +111,7 @@ def test_file_is_within_its_budget(name):
 def test_all_files_together_are_within_the_budget():
     counts = {name: len(code_lines((HERE / name).read_text())) for name in BUDGETS}
     assert sum(counts.values()) <= TOTAL
-    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2320
+    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2350
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -142,12 +149,12 @@ def test_import_tree(name):
 
 
 def test_who_may_import_what():
-    """vLLM in rollout.py alone; torch.distributed in the two files that hold all collectives."""
+    """vLLM in rollout.py alone; torch.distributed in the three files that hold all collectives."""
     for name in IMPORTS:
         heavy = {module.split(".")[0] for module in imports_of(name)}
         assert ("vllm" in heavy) == (name == "rollout")
         distributed = any(module.startswith("torch.distributed") for module in imports_of(name))
-        assert distributed == (name in ("ppo_fsdp", "resharding")), name
+        assert distributed == (name in ("ppo_fsdp", "resharding", "ulysses")), name
 
 
 def test_every_option_is_read():

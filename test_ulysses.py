@@ -1,4 +1,4 @@
-"""The lessons of sequence parallelism: who holds which token of a pack is not mathematics.
+"""The lessons of ulysses.py: who holds which token of a pack is not mathematics.
 
 Run alone:  python -m pytest -q test_ulysses.py     (about 30 seconds, CPU, 2 and 4 gloo ranks)
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import data
 import models
 import ppo_fsdp
-import resharding
+import ulysses
 from config import Config, check_config, check_model
 from testing_ranks import preload, replaced
 
@@ -84,7 +84,7 @@ def gaps(world, kind, lengths=LENGTHS, fault=None, checkpointing=False):
     pack = data.pack(batch, range(len(lengths)), pad_to=size)
     expected = results_of(network, pack)
     with replaced(*FAULTS[fault]) if fault else contextlib.nullcontext():
-        found = results_of(network, resharding.share_pack(pack, size))
+        found = results_of(network, ulysses.share_pack(pack, size))
     for name in found:
         if "output" not in name:
             dist.all_reduce(found[name])
@@ -95,7 +95,8 @@ def gaps(world, kind, lengths=LENGTHS, fault=None, checkpointing=False):
 # ---------------------------------------------------------------------------------------------
 # Wrong variants: (owner, name, wrong value)
 
-share_pack, gather = resharding.share_pack, resharding.PackShare.gather
+share_pack, gather, whole_sequence = (
+    ulysses.share_pack, ulysses.PackShare.gather, ulysses.PackShare.whole_sequence)
 
 
 def positions_restart(pack, size):
@@ -103,16 +104,16 @@ def positions_restart(pack, size):
     return dataclasses.replace(shared, position_ids=torch.arange(len(shared.position_ids)))
 
 
-def heads_interleaved(out, share):
+def heads_interleaved(self, out):
     """Head 0 of every rank, then head 1 of every rank, ..."""
-    parts = share.exchange(out.unflatten(0, (share.size, -1)))
+    parts = self.exchange(out.unflatten(0, (self.size, -1)))
     return parts.permute(1, 2, 0, 3).flatten(1, 2)
 
 
-def heads_tiled(query, key, value, share):
+def heads_tiled(self, query, key, value):
     """Key-value heads 0 1 2 0 1 2 for 0 0 1 1 2 2."""
-    copies = math.lcm(key.shape[1], share.size) // key.shape[1]
-    return whole_sequence(query, key.repeat(1, copies, 1), value.repeat(1, copies, 1), share)
+    copies = math.lcm(key.shape[1], self.size) // key.shape[1]
+    return whole_sequence(self, query, key.repeat(1, copies, 1), value.repeat(1, copies, 1))
 
 
 def times_the_ranks(self, x):
@@ -120,14 +121,13 @@ def times_the_ranks(self, x):
     return gather(self, x * self.size - (self.size - 1) * x.detach())
 
 
-whole_sequence = models._whole_sequence
 FAULTS = {
-    "positions restart at the cut": (resharding, "share_pack", positions_restart),
-    "heads in another order": (models, "_whole_heads", heads_interleaved),
-    "key-value heads in another order": (models, "_whole_sequence", heads_tiled),
-    "gradient times the ranks": (resharding.PackShare, "gather", times_the_ranks),
+    "positions restart at the cut": (ulysses, "share_pack", positions_restart),
+    "heads in another order": (ulysses.PackShare, "whole_heads", heads_interleaved),
+    "key-value heads in another order": (ulysses.PackShare, "whole_sequence", heads_tiled),
+    "gradient times the ranks": (ulysses.PackShare, "gather", times_the_ranks),
     "gradients stay where they are": (
-        resharding._Exchange, "backward", staticmethod(lambda ctx, gradient: (gradient, None))),
+        ulysses._Exchange, "backward", staticmethod(lambda ctx, gradient: (gradient, None))),
 }
 
 
@@ -166,7 +166,7 @@ def test_each_wrong_variant_is_seen(ranks, fault):
 
 def cut(world):
     pack = data.pack(batch_of(LENGTHS), range(len(LENGTHS)), pad_to=world.size)
-    shared = resharding.share_pack(pack, world.size)
+    shared = ulysses.share_pack(pack, world.size)
     return pack, dataclasses.replace(shared, share=(shared.share.before, shared.share.after))
 
 
@@ -191,7 +191,7 @@ def test_every_token_is_on_one_rank(ranks):
 
 def refusal(world):
     with pytest.raises(ValueError, match="2 ranks cannot share 43 tokens"):
-        resharding.share_pack(data.pack(batch_of(LENGTHS), range(len(LENGTHS))), 2)
+        ulysses.share_pack(data.pack(batch_of(LENGTHS), range(len(LENGTHS))), 2)
 
 
 def test_a_pack_that_does_not_divide_is_refused(ranks):
@@ -209,7 +209,7 @@ def exchanges(world, checkpointing):
 
     pack = data.pack(batch_of(LENGTHS), range(len(LENGTHS)), pad_to=world.size)
     with replaced(dist, "all_to_all_single", counting) as original:
-        values = network(resharding.share_pack(pack, world.size))
+        values = network(ulysses.share_pack(pack, world.size))
         forward = list(sizes)
         values.sum().backward()
     return forward, sizes[len(forward) :]
@@ -247,7 +247,7 @@ def compiled_gaps(world):
     with replaced(models, "_attend_each", one_sequence):
         for length in (12, 20, 28):
             pack = data.pack(batch_of([(length, 8)]), [0], pad_to=world.size)
-            shared = resharding.share_pack(pack, world.size)
+            shared = ulysses.share_pack(pack, world.size)
             for block in network.hf.base_model.layers:
                 block.forward = type(block).forward.__get__(block)
             expected = results_of(network, shared)

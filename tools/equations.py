@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent.parent
 PAGE = HERE / "docs" / "equations.md"
-FILES = ("losses.py", "data.py", "models.py", "resharding.py", "ppo_fsdp.py")
+FILES = ("losses.py", "data.py", "models.py", "resharding.py", "ulysses.py", "ppo_fsdp.py")
 HEAD = """# Equations
 
 Every equation of the program as its docstring writes it, where it was published, the function that
