@@ -4,8 +4,8 @@
     python tools/drills.py full-disk ...   these; prints their rows
 
 The runs are those of torchrun with the tiny model and a real vLLM on a CPU: four steps, each saved.
-The fault comes in step 3. Then the run goes on with --resume latest and without the fault, and its
-numbers are held against those of a run that had none.
+The fault comes in step 3 on rank 1. A run that it has ended is then resumed without the fault, and
+its numbers are held against those of a run that had none.
 """
 
 import contextlib
@@ -25,13 +25,16 @@ sys.path.insert(0, str(ROOT))
 import failures  # noqa: E402
 import replay  # noqa: E402
 from metrics import read_lines  # noqa: E402
+from testing_ranks import launch, preload  # noqa: E402
 
 PAGE = ROOT / "docs" / "operating.md"
 BEGIN, END = "<!-- drills: written by tools/drills.py -->\n", "<!-- drills: end -->\n"
 STEPS, FAULT = 4, 3
 GOES_ON = ("hanging-grader", "slow-rank")
-# what rank or launcher says of the cause
-SAID = re.compile(r"(?:error|alarm, step|passed over|.*Signal 9 \(SIGKILL\)).*")
+# what a rank or torchrun says of the cause
+ALARM = rf"alarm, step {FAULT}: (?:a rank|the reward).*"
+SAID = re.compile(rf"error.*|{ALARM}|passed over.*|.*Signal 9.*")
+REWARD = "def digits(prompt, response, answer):\n    return sum(map(str.isdigit, response)) / 8\n"
 
 
 def arguments_of(runs: Path, name: str, *more: str) -> list[str]:
@@ -39,7 +42,8 @@ def arguments_of(runs: Path, name: str, *more: str) -> list[str]:
         "--preset", "tiny", "--runs-dir", str(runs), "--run-name", name, "--no-val-before-train",
         "--total-training-steps", str(STEPS), "--train-batch-size", "16", "--val-max-samples", "4",
         "--test-freq", "0", "--sample-freq", "0", "--save-freq", "1", "--max-ckpt-to-keep", "0",
-        "--check-published-freq", "1", "--reward-timeout", "2", *more,
+        "--check-published-freq", "1", "--reward-timeout", "2",
+        "--reward", f"{runs / 'reward.py'}:digits", *more,
     ]
 
 
@@ -68,16 +72,16 @@ def drill(kind: str, runs: Path, plain: list[dict]) -> str:
     seconds = gone - (folder / "metrics.jsonl").stat().st_mtime  # the last line before the fault
     said = [line for line in output.splitlines() if SAID.fullmatch(line)]
     ended = f"{seconds:.0f}" if status else "goes on"
-    kept = f"steps 1 to {len(read_lines(folder / 'metrics.jsonl'))}"
+    kept = f"all {len(read_lines(folder / 'metrics.jsonl'))} steps"
     if kind not in GOES_ON:
-        status, output, _ = torchrun(arguments_of(runs, kind, "--resume", "latest"), runs)
-        said += [line for line in output.splitlines() if line.startswith("passed over")]
-        start = int(re.search(r"resuming from .*step_(\d+),", output)[1])
+        done = launch(arguments_of(runs, kind, "--resume", "latest"), 2, runs)
+        said += [line for line in done.output[0].splitlines() if SAID.fullmatch(line)]
+        start = int(re.search(r"resuming from .*step_(\d+),", done.output[0])[1])
         records = read_lines(folder / "metrics.jsonl")
         differ = [x for pair in zip(plain, records, strict=True) for x in replay.differing(*pair)]
-        assert status == 0 and not differ, (kind, output, differ[:3])
-        kept = f"checkpoints 1 to {start}; resumed, steps {start + 1} to {STEPS} were, digit by digit,"
-        kept += " those of a run without the fault"
+        assert done.status == [0, 0] and not differ, (kind, done.output, differ[:3])
+        kept = f"checkpoints 1 to {start}; resumed, steps {start + 1} to {STEPS} were, digit by digit, "
+        kept += "those of a run without it"
     text = said[0].replace(str(runs), "runs").replace("|", "\\|") if said else "nothing"
     text = re.sub(r"\s+", " ", text).strip()
     text = text if len(text) <= 220 else text[:220].rpartition(" ")[0] + " ..."
@@ -85,10 +89,12 @@ def drill(kind: str, runs: Path, plain: list[dict]) -> str:
 
 
 def main(kinds: list[str]) -> None:
+    preload("ppo_fsdp", "vllm", "vllm.v1.engine.llm_engine", "vllm.model_executor.models.llama")
     with tempfile.TemporaryDirectory() as scratch:
         runs, rows = Path(scratch), []
-        status, output, _ = torchrun(arguments_of(runs, "plain"), runs)
-        assert status == 0, output
+        (runs / "reward.py").write_text(REWARD)
+        done = launch(arguments_of(runs, "plain"), 2, runs)
+        assert done.status == [0, 0], done.output
         plain = read_lines(runs / "plain" / "metrics.jsonl")
         for kind in kinds or failures.FAULTS:
             rows.append(drill(kind, runs, plain))

@@ -422,7 +422,7 @@ class Frame:
         return "".join(out)
 
     def grid(self) -> str:
-        out = [f'<text x="{LEFT - 6}" y="{HEIGHT - 6}" text-anchor="end">step</text>']
+        out = [f'<text x="{LEFT - 12}" y="{HEIGHT - 6}" text-anchor="end">step</text>']
         for value in ticks(self.low, self.high, 4):
             y = self.y(value)
             out.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
@@ -683,11 +683,11 @@ def alarm_table(runs: list[Run]) -> str:
         for what, steps, saw, usual, look in alarms(run):
             one = (what, usual, look)
             cards[one] = cards.get(one, "") + (
-                f'<p class="key">{escape(run.name)}, steps {escape(steps)}</p>'
-                f"<dl><dt>saw</dt><dd>{escape(saw)}</dd></dl>")
+                f'<dd>{escape(saw)}<br><span class="key">{escape(run.name)}, steps {escape(steps)}'
+                "</span></dd>")
     rows = "".join(
-        f'<div class="alarm"><h3>{escape(what)}</h3>{seen}<dl><dt>usual</dt><dd>{escape(usual)}</dd>'
-        f"<dt>look at</dt><dd>{escape(look)}</dd></dl></div>"
+        f'<div class="alarm"><h3>{escape(what)}</h3><dl><dt>saw</dt>{seen}'
+        f"<dt>usual</dt><dd>{escape(usual)}</dd><dt>look at</dt><dd>{escape(look)}</dd></dl></div>"
         for (what, usual, look), seen in cards.items())
     body = f'<div class="alarms">{rows}</div>' if rows else "<p>None.</p>"
     return f'<section id="alarms"><h2>Alarms</h2>{body}</section>'
@@ -851,7 +851,7 @@ p { margin: 4px 0; }
 .runs { grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)); }
 .run h2 { margin: 12px 0 4px; overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 12px; margin: 0; }
-dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; }
+dt { color: var(--dim); } dd { margin: 0; grid-column: 2; overflow-wrap: anywhere; }
 .tiles { margin-top: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 230px), 1fr)); }
 .tile, figure, .alarm, article { background: var(--card); border-radius: 8px; padding: 10px 14px;
   margin: 0; min-width: 0; }
@@ -897,6 +897,8 @@ pre { margin: 6px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; max-heigh
 #tip td:last-child { text-align: right; padding-right: 0; font-variant-numeric: tabular-nums; }
 #tip td { padding: 0 14px 0 0; }
 @media (max-width: 760px) { .two { grid-template-columns: minmax(0, 1fr); }
+  .tiles { grid-template-columns: repeat(auto-fit, minmax(min(100%, 150px), 1fr)); }
+  .tile .big { font-size: 24px; }
   main { padding: 4px 12px 32px; } }
 """ + "".join(f".c{i} {{ color: var(--c{i}); }} " for i in range(COLOURS)) + "".join(
     f".p{i} {{ color: var(--p{i}); }} " for i in range(10)) + "\n"

@@ -19,8 +19,8 @@ BROWSER = os.environ.get("BROWSER", "chromium")
 RUNS = ROOT / "runs" / "reference"
 # name: (runs, width, height, dark)
 PICTURES = {
-    "report-laptop": (sorted((RUNS / "cpu-quickstart").glob("*.jsonl")), 1280, 1400, False),
-    "report-phone": ([RUNS / "h200-smollm2" / "metrics.jsonl"], 390, 1250, True),
+    "report-laptop": (sorted((RUNS / "cpu-quickstart").glob("*.jsonl")), 1280, 1326, False),
+    "report-phone": ([RUNS / "h200-smollm2" / "metrics.jsonl"], 390, 1254, True),
 }
 
 
@@ -28,8 +28,8 @@ def take(picture: Path, page: Path, width: int, height: int, dark: bool) -> None
     """The top of a page, as a window of this size shows it."""
     subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-         f"--window-size={width},{height}", f"--blink-settings=preferredColorScheme={int(not dark)}",
-         f"--screenshot={picture}", page.as_uri()],
+         f"--window-size={width},{height}", f"--screenshot={picture}",
+         f"--blink-settings=preferredColorScheme={int(not dark)}", page.as_uri()],
         check=True, capture_output=True, timeout=120,
     )
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
             if folder == ROOT / "docs":
                 take(folder / f"{name}.png", page, width, height, dark)
                 continue
-            for wide, high in ((1280, 1400), (390, 1250)):
+            for wide, high in ((1280, 1400), (390, 1400)):
                 for is_dark in (False, True):
                     kind = "dark" if is_dark else "light"
                     take(folder / f"{name}-{wide}-{kind}.png", page, wide, high, is_dark)
