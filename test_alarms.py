@@ -13,6 +13,7 @@ import torch
 
 import alarms
 import data
+import learners
 import losses
 import metrics
 import ppo_fsdp
@@ -231,7 +232,7 @@ def test_the_grader_must_take_the_reference_answer():
 def two_updates(world):
     """The numbers of a step with two optimizer steps on the same rows."""
     config = Config(ppo_max_token_len_per_gpu=64, max_grad_norm=1e9)
-    actor = ppo_fsdp.make_learner(test_faults.network_of(), 1e-3, config, 2)
+    actor = learners.make_learner(test_faults.network_of(), 1e-3, config, 2)
     run = types.SimpleNamespace(config=config, world=world, actor=actor)
     batch = test_faults.batch_of(([5, 6, 7], [8, 9, 10]), ([11, 12], [13, 14]))
     old, mask = ppo_fsdp.forward_all(actor.model, batch, run)[0], batch.response_mask

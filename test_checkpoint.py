@@ -37,6 +37,7 @@ from transformers import (
 )
 
 import data
+import learners
 import losses
 import metrics
 import models
@@ -59,7 +60,7 @@ def learner(world, kind, name, fsdp_size=0):
     mesh = resharding.make_mesh(fsdp_size)
     network = resharding.shard_model(network, mesh, param_dtype=torch.float32)
     config = Config(lr_scheduler_type="linear", lr_warmup_steps=2)
-    return ppo_fsdp.make_learner(network, 1e-2, config, 10)
+    return learners.make_learner(network, 1e-2, config, 10)
 
 
 def beginning(world, name="tiny", critic=True, fsdp_size=0):
@@ -86,7 +87,7 @@ def minute(world, layers=1, width=8, critic=True):
         wrapper, original = kinds[kind]
         network = wrapper(original(minute_config(layers, width)))
         network = resharding.shard_model(network, param_dtype=torch.float32)
-        found[kind] = ppo_fsdp.make_learner(network, 1e-2, Config(), 10)
+        found[kind] = learners.make_learner(network, 1e-2, Config(), 10)
     return types.SimpleNamespace(**found)
 
 

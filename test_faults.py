@@ -26,6 +26,7 @@ from tokenizers import models as tokenizer_models
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import data
+import learners
 import losses
 import models
 import plan
@@ -209,7 +210,7 @@ def learning(world, coefficients, advantage=0.0, shift=0.0, steps=5):
         weight_decay=0.0, max_grad_norm=1e9, ppo_max_token_len_per_gpu=64, use_kl_loss=True,
         kl_loss_type="k2", **(dict(entropy_coeff=0.0, kl_loss_coef=0.0) | coefficients),
     )
-    actor = ppo_fsdp.make_learner(network_of(), 1e-5, config, steps)
+    actor = learners.make_learner(network_of(), 1e-5, config, steps)
     run = types.SimpleNamespace(config=config, world=world, actor=actor)
     batch = batch_of(([5, 6, 7], [8, 9, 10]), ([11, 12], [13, 14]))
 
@@ -267,7 +268,7 @@ def value_update(world, clip):
     network = models.build_critic(tiny())
     torch.nn.init.constant_(network.hf.score.bias, 1.5)
     critic = resharding.shard_model(network, param_dtype=torch.float32)
-    critic = ppo_fsdp.make_learner(critic, 1e-2, config, 9)
+    critic = learners.make_learner(critic, 1e-2, config, 9)
     run = types.SimpleNamespace(config=config, world=world, critic=critic)
     batch = batch_of(([5, 6, 7], [8, 9, 10]), ([11, 12], [13, 14]))
     mask = batch.response_mask

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import data
+import learners
 import losses
 import models
 import offloading
@@ -305,9 +306,9 @@ def step(world, name, folder, fault="", recipes=tuple(RECIPES)):
 def run_of(config, recipe, world, actor, critic, found):
     """What of a Run the update reads. As in a run, optimizers are made before any forward."""
     c = dataclasses.replace(config, **RECIPES[recipe])
-    learners = {"actor": ppo_fsdp.make_learner(actor, c.lr, c, 100), "critic": None}
+    learners = {"actor": learners.make_learner(actor, c.lr, c, 100), "critic": None}
     if c.adv_estimator == "gae":
-        learners["critic"] = ppo_fsdp.make_learner(critic, c.critic_lr, c, 100)
+        learners["critic"] = learners.make_learner(critic, c.critic_lr, c, 100)
     for name, learner in learners.items():
         if learner is not None:
             watch(learner, f"{recipe}: {name}", found)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
+import learners
 import models
 import offloading
 import ppo_fsdp
@@ -80,7 +81,7 @@ def trained(world, options=None, on_host=False, steps=3):
     after steps of the product's own; bytes are those of the last step."""
     config = Config(lr=1e-2, **options or {})
     network = network_of(offload_policy=on_host)
-    learner = ppo_fsdp.make_learner(network, 1e-2, config, 10)
+    learner = learners.make_learner(network, 1e-2, config, 10)
     metrics, norms, held = ppo_fsdp.Metrics(world), [], []
     for _ in range(steps):
         with resharding.on_device(network), resharding.kept_whole(network):
@@ -270,7 +271,7 @@ def saved_and_loaded(world, root, how):
     config = Config(lr=1e-2, **options)
 
     def learner(config, on_host):
-        return ppo_fsdp.make_learner(network_of(offload_policy=on_host), 1e-2, config, 10)
+        return learners.make_learner(network_of(offload_policy=on_host), 1e-2, config, 10)
 
     def step(one):
         with resharding.on_device(one.model):

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import data
+import learners
 import losses
 import models
 import ppo_fsdp
@@ -303,7 +304,7 @@ def rates(total, kind="linear", warmup=0, steps=None):
     """Learning rates of successive optimizer steps, at lr 1."""
     model = torch.nn.Linear(1, 1)
     config = Config(lr_scheduler_type=kind, lr_warmup_steps=warmup)
-    learner = ppo_fsdp.make_learner(model, 1.0, config, total)
+    learner = learners.make_learner(model, 1.0, config, total)
     found = []
     for _ in range(steps or total):
         found.append(learner.scheduler.get_last_lr()[0])

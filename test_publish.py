@@ -21,6 +21,7 @@ import torch
 
 import data
 import evaluation
+import learners
 import models
 import ppo_fsdp
 import resharding
@@ -154,7 +155,7 @@ def answers_of(engine, prompts=None):
 
 
 def learner_of(actor, lr):
-    return ppo_fsdp.make_learner(actor, lr, Config(), 1000)
+    return learners.make_learner(actor, lr, Config(), 1000)
 
 
 def learn(learner):

@@ -22,8 +22,9 @@ HERE = Path(__file__).parent
 # tensors or ranks. evaluation.py took work off the loop, failures.py its ends, and replay.py puts a
 # file in the place of its first half.
 BUDGETS = {
-    "ppo_fsdp.py": 580,
+    "ppo_fsdp.py": 550,
     "config.py": 350,  # an option and its checks are three lines; about 120 are to come
+    "learners.py": 80,
     "metrics.py": 200,
     "checkpoints.py": 120,
     "evaluation.py": 150,
@@ -42,24 +43,25 @@ BUDGETS = {
     "offloading.py": 130,
     "losses.py": 400,
 }
-# The six of the design under 2,350: saving, resuming and exporting are 200 lines of them. The others
+# The six of the design under 2,300: saving, resuming and exporting are 200 lines of them. The others
 # watch and describe a run, or plan its memory before it is taken, and can be read apart; so can
 # sequence parallelism (what is cut, exchanged and put together again, each written out), and what
 # leaves the device for a while.
-TOTAL = 4260
+TOTAL = 4300
 OTHERS = (
-    "config.py", "metrics.py", "checkpoints.py", "evaluation.py", "mirrors.py", "alarms.py",
-    "costs.py", "plan.py", "efficiency.py", "failures.py", "replay.py",
-    "ulysses.py", "offloading.py",
+    "config.py", "learners.py", "metrics.py", "checkpoints.py", "evaluation.py", "mirrors.py",
+    "alarms.py", "costs.py", "plan.py", "efficiency.py", "failures.py", "replay.py", "ulysses.py",
+    "offloading.py",
 )
 LONG_FUNCTIONS = {("ppo_fsdp.py", "train"): 100}  # the loop
 IMPORTS = {
     "ppo_fsdp": {
-        "alarms", "checkpoints", "config", "data", "efficiency", "evaluation", "failures", "losses",
-        "metrics", "mirrors", "models", "plan", "replay", "resharding", "rollout",
-        "ulysses",
+        "alarms", "checkpoints", "config", "data", "efficiency", "evaluation", "failures",
+        "learners", "losses", "metrics", "mirrors", "models", "plan", "replay", "resharding",
+        "rollout", "ulysses",
     },
     "config": {"losses", "models", "rollout"},
+    "learners": {"config", "models", "resharding"},
     "metrics": {"config", "data", "losses"},
     "evaluation": {"config", "data"},
     "mirrors": set(),
@@ -111,7 +113,7 @@ def test_file_is_within_its_budget(name):
 def test_all_files_together_are_within_the_budget():
     counts = {name: len(code_lines((HERE / name).read_text())) for name in BUDGETS}
     assert sum(counts.values()) <= TOTAL
-    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2350
+    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2300
 
 
 @pytest.mark.parametrize("name", BUDGETS)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
 import data
+import learners
 import models
 import ppo_fsdp
 import resharding
@@ -439,7 +440,7 @@ def equal_states(a, b):
 def skipping(world, bad, victim):
     """Good step, bad step, good step; beside it a learner that never saw the bad one."""
     config = Config(lr=1e-2, lr_scheduler_type="linear")
-    learner, spared = [ppo_fsdp.make_learner(sharded_network(), 1e-2, config, 10) for _ in "ab"]
+    learner, spared = [learners.make_learner(sharded_network(), 1e-2, config, 10) for _ in "ab"]
     metrics = ppo_fsdp.Metrics(world)
 
     def step(who, plant=False):
