@@ -65,7 +65,7 @@ def build_networks(
 
 class ShardAdamW(torch.optim.AdamW):
     """AdamW on this rank's rows as plain tensors. It works element by element, so the numbers are
-    the same; but through DTensor each of a few hundred weights costs the host about 0.1 ms a step."""
+    the same; but through DTensor each of a few hundred weights costs the host 0.1 ms a step."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
