@@ -683,8 +683,8 @@ def alarm_table(runs: list[Run]) -> str:
         for what, steps, saw, usual, look in alarms(run):
             one = (what, usual, look)
             cards[one] = cards.get(one, "") + (
-                f'<dd>{escape(saw)}<br><span class="key">{escape(run.name)}, steps {escape(steps)}'
-                "</span></dd>")
+                f'<dd>{escape(saw)}<p class="key">{escape(run.name)}, steps {escape(steps)}</p>'
+                "</dd>")
     rows = "".join(
         f'<div class="alarm"><h3>{escape(what)}</h3><dl><dt>saw</dt>{seen}'
         f"<dt>usual</dt><dd>{escape(usual)}</dd><dt>look at</dt><dd>{escape(look)}</dd></dl></div>"
