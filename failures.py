@@ -50,13 +50,14 @@ def report(error: BaseException, config: Config | None) -> int:
         # first rank of this one speaks and ends, and torchrun ends the rest before they speak.
         time.sleep(5 + int(os.environ.get("LOCAL_RANK", "0")))
     where = "" if is_main else f" on rank {os.environ['RANK']}"
+    start = "\n" if _step else ""  # the first rank's bar of steps stands in the line
     if SIGNALS and not known:
-        print(f"told to stop{where}, and then: {str(error).partition('. ')[0]}")
+        print(f"{start}told to stop{where}, and then: {str(error).partition('. ')[0]}")
     elif not isinstance(error, SystemExit):  # its own complaint is out already
         lost = lost_rank(error)
         if not known and not lost:
             traceback.print_exception(error)
-        print(f"error{where}: {lost or error}", file=sys.stderr)
+        print(f"{start}error{where}: {lost or error}", file=sys.stderr)
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         print(plan.out_of_memory(config), file=sys.stderr)
     return error.code if isinstance(error, SystemExit) else 1

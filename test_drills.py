@@ -1,12 +1,13 @@
 """The lessons of failures.py: each fault ends as it should, or the run goes on and says so.
 
-Run alone:  python -m pytest -q test_drills.py     (half a minute, CPU, real vLLM engines)
+Run alone:  python -m pytest -q test_drills.py     (half a minute, CPU, a real vLLM engine)
 
-Here on one rank around one engine, but for the last; tools/drills.py does all of it with torchrun
-on two, and measures.
+Here on one rank around one engine; tools/drills.py does all of it with torchrun on two, and
+measures.
 """
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -14,13 +15,14 @@ import re
 import signal
 
 import pytest
+import torch
 
 import checkpoints
 import failures
 import ppo_fsdp
 import rollout
 from config import parse_config
-from testing_ranks import launch, preload, replaced
+from testing_ranks import preload, replaced
 
 preload("ppo_fsdp", "vllm", "vllm.v1.engine.llm_engine", "vllm.model_executor.models.llama")
 
@@ -146,7 +148,8 @@ def test_a_fault_is_of_its_step_and_of_its_rank():
         ("dead-rank@3", 0, ["loaded"] * 3), ("", 1, ["loaded"] * 3),
     ):
         original = engine.load_weights
-        with replaced(failures, "FAULTS", table), replaced(engine, "load_weights", original):
+        with (replaced(failures, "FAULTS", table), replaced(failures, "_step", 0),
+              replaced(engine, "load_weights", original)):
             failures.inject(spec, rank, size=2)
             found = []
             for step in (1, 2, 3):
@@ -158,10 +161,41 @@ def test_a_fault_is_of_its_step_and_of_its_rank():
             failures.inject(spec, 0, size=2)
 
 
-def test_memory_that_ends_on_one_rank_ends_all(tmp_path):
-    """Two ranks, the second has no memory left in the update of step 2: it says so, the other is
-    ended, the first step is whole."""
-    done = launch(arguments_of(tmp_path, "run", "out-of-memory@2"), 2, tmp_path)
-    assert done.status[1] == 1 and done.status[0] != 0
-    assert "error on rank 1: out of memory: injected" in done.output[1]
-    assert saved_in(tmp_path / "run") == ["step_000001"]
+LOST = "[../gloo/transport/tcp/pair.cc:5] Connection closed by peer [10.0.0.7]:123"
+# what ended the rank, which rank; what it says, status, seconds that it leaves to the first
+SAID = {
+    "a setting": (ValueError("n is 0"), 0, "error: n is 0", 1, 0),
+    "a setting, elsewhere": (ValueError("n is 0"), 3, "error on rank 3: n is 0", 1, 6),
+    "a full disk": (OSError(errno.ENOSPC, "No space"), 0, "error: [Errno 28] No space", 1, 0),
+    "any other": (RuntimeError("boom"), 0, "Traceback ... error: boom", 1, 6),
+    "memory": (torch.OutOfMemoryError("gone"), 3, "Traceback ... error on rank 3: gone", 1, 6),
+    "a rank": (RuntimeError(LOST), 0, "error: lost the connection to a rank on 10.0.0.7: ", 1, 6),
+    "the parser": (SystemExit(2), 0, "", 2, 0),
+    "a signal": (RuntimeError("boom. And"), 0, "told to stop, and then: boom", 1, 6),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_an_end_is_one_sentence_and_a_status(monkeypatch, capsys, case):
+    """A traceback is for what was not foreseen. The first rank speaks at once of what all ranks
+    complain of; where it is not that, or not the first, a rank leaves it 5 seconds and one for each
+    rank of its machine before it."""
+    error, rank, text, status, seconds = SAID[case]
+    slept, kept = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(failures, "_step", step := int("elsewhere" in case))
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(failures.time, "sleep", slept.append)
+    monkeypatch.setattr(failures, "SIGNALS", [signal.SIGTERM] if case == "a signal" else [])
+    try:
+        raise error
+    except BaseException as caught:
+        assert failures.report(caught, None) == status
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+    said = "".join(capsys.readouterr())
+    trace, _, sentence = text.rpartition(" ... ")
+    assert ("Traceback" in said) == bool(trace) and sum(slept) == seconds
+    assert said.startswith("\n") == bool(step)  # there stands a bar
+    lines = said.splitlines()[-1:] if trace or step else said.splitlines()
+    assert len(lines) == (1 if text else 0) and all(line.startswith(sentence) for line in lines)

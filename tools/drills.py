@@ -32,8 +32,8 @@ BEGIN, END = "<!-- drills: written by tools/drills.py -->\n", "<!-- drills: end 
 STEPS, FAULT = 4, 3
 GOES_ON = ("hanging-grader", "slow-rank")
 # what a rank or torchrun says of the cause
-ALARM = rf"alarm, step {FAULT}: (?:a rank|the reward).*"
-SAID = re.compile(rf"error.*|{ALARM}|passed over.*|.*Signal 9.*")
+ALARM = rf"alarm, step {FAULT}: (?:a rank|the reward)"
+SAID = re.compile(rf"^(?:error|{ALARM}|passed over).*|Signal 9.*", re.MULTILINE)
 REWARD = "def digits(prompt, response, answer):\n    return sum(map(str.isdigit, response)) / 8\n"
 
 
@@ -70,18 +70,18 @@ def drill(kind: str, runs: Path, plain: list[dict]) -> str:
     inject = ["--inject", f"{kind}@{FAULT}"]
     status, output, gone = torchrun(arguments_of(runs, kind, *inject), runs)
     seconds = gone - (folder / "metrics.jsonl").stat().st_mtime  # the last line before the fault
-    said = [line for line in output.splitlines() if SAID.fullmatch(line)]
+    said = SAID.findall(output)
     ended = f"{seconds:.0f}" if status else "goes on"
     kept = f"all {len(read_lines(folder / 'metrics.jsonl'))} steps"
     if kind not in GOES_ON:
         done = launch(arguments_of(runs, kind, "--resume", "latest"), 2, runs)
-        said += [line for line in done.output[0].splitlines() if SAID.fullmatch(line)]
+        said += SAID.findall(done.output[0])
         start = int(re.search(r"resuming from .*step_(\d+),", done.output[0])[1])
         records = read_lines(folder / "metrics.jsonl")
         differ = [x for pair in zip(plain, records, strict=True) for x in replay.differing(*pair)]
         assert done.status == [0, 0] and not differ, (kind, done.output, differ[:3])
-        kept = f"checkpoints 1 to {start}; resumed, steps {start + 1} to {STEPS} were, digit by digit, "
-        kept += "those of a run without it"
+        kept = f"checkpoints 1 to {start}; resumed, steps {start + 1} to {STEPS} were, "
+        kept += "digit by digit, those of a run without it"
     text = said[0].replace(str(runs), "runs").replace("|", "\\|") if said else "nothing"
     text = re.sub(r"\s+", " ", text).strip()
     text = text if len(text) <= 220 else text[:220].rpartition(" ")[0] + " ..."
@@ -100,7 +100,7 @@ def main(kinds: list[str]) -> None:
             rows.append(drill(kind, runs, plain))
             print(rows[-1], flush=True)
     if not kinds:
-        head = "| `--inject` | what is said | seconds until the last rank is gone | what is kept |\n"
+        head = "| `--inject` | what is said | seconds until all are gone | what is kept |\n"
         table = head + "|---|---|---|---|\n" + "".join(f"{row}\n" for row in rows)
         before, _, rest = PAGE.read_text().partition(BEGIN)
         PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2])
