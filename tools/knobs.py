@@ -34,10 +34,10 @@ UPDATE = {
     "gradient_checkpointing full": "--gradient-checkpointing full",
     "ppo_max_token_len_per_gpu 8192": "--ppo-max-token-len-per-gpu 8192",
     "use_dynamic_bsz off, 8 sequences": "--no-use-dynamic-bsz --ppo-micro-batch-size-per-gpu 8",
-    "enable_activation_offload": "--enable-activation-offload",
     "param_offload and optimizer_offload": "--param-offload --optimizer-offload",
-    "offload_policy": "--offload-policy",
     "use_torch_compile off": "--no-use-torch-compile",
+    "offload_policy": "--offload-policy",
+    "enable_activation_offload": "--enable-activation-offload",
 }
 RANKS = {
     "base: FSDP2 over all ranks": "",
@@ -110,6 +110,7 @@ def one_update(options: list[str], batch, world) -> dict:
     import bench
     import data
     import ppo_fsdp
+    import resharding
     from config import parse_config
 
     config = parse_config(options, False)
@@ -122,17 +123,18 @@ def one_update(options: list[str], batch, world) -> dict:
     exp = ppo_fsdp.Experience(mask, zeros - 5, None, zeros, torch.randn_like(zeros), zeros, None)
     mini = data.mini_batches(len(batch.lengths), config.ppo_mini_batch_size, 1, 0, 0)
 
-    def each(step):
+    def each(step, learner):
         metrics = ppo_fsdp.Metrics(world)
         for rows in mini:
-            step(batch, exp, rows, run, metrics)
+            with resharding.on_device(learner.model):  # as in ppo_update
+                step(batch, exp, rows, run, metrics)
 
     works = {
         "log-probs": lambda: ppo_fsdp.forward_all(run.actor.model, batch, run, temperature=1.0,
                                                   return_entropy=True),
         "values": lambda: ppo_fsdp.forward_all(run.critic.model, batch, run),
-        "critic update": lambda: each(ppo_fsdp.update_critic),
-        "actor update": lambda: each(ppo_fsdp.update_actor),
+        "critic update": lambda: each(ppo_fsdp.update_critic, run.critic),
+        "actor update": lambda: each(ppo_fsdp.update_actor, run.actor),
     }
     found = {}
     if torch.cuda.is_available():
