@@ -36,7 +36,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 PEAK = 989.5e12
 BANDWIDTH = 4.8e12  # bytes a second of an H200
-PARTS = ("limits", "135m", "0.5b", "1.5b", "7b")
+PARTS = ("limits", "7b", "135m", "0.5b", "1.5b")
 # prompts, answers each, prompt length, shortest and longest answer, prompts a mini-batch, steps
 WORK = {
     "tiny": (16, 1, 24, 8, 24, 8, 3),
