@@ -193,6 +193,7 @@ def bare_generation(run) -> tuple[float, float]:
     return seconds(bare, 3, 0), seconds(ours, 3, 0)
 
 
+@torch.no_grad()
 def publishing(run) -> dict:
     """Both routes: seconds, bytes, and whether they leave the same bits."""
     import resharding
