@@ -22,6 +22,7 @@ import models
 import ppo_fsdp
 import resharding
 from config import Config
+from test_plan import Alive
 from testing_ranks import Ranks, preload, replaced
 
 preload("ppo_fsdp")
@@ -191,6 +192,40 @@ def test_a_tied_head_stays_tied(two_ranks):
     Wrong: moving a module to the meta device unties it, and the head would never learn."""
     embeddings = two_ranks(tied_through_a_step)
     assert torch.equal(*embeddings)
+
+
+class Real(Alive):
+    """Bytes that exist: tensors on the meta device have none."""
+
+    def see(self, tensor):
+        if not getattr(tensor, "_local_tensor", tensor).is_meta:
+            super().see(tensor)
+
+
+def started(world, all_read):
+    """(bytes alive at most while a network is sharded, of its shard, of all of it, of its largest
+    tensor)"""
+    meta = world.rank > 0 and not all_read
+    network = models.build_actor(
+        models.resolve_model("tiny-untied", CACHE), meta=meta, random_weights=not meta,
+        num_hidden_layers=8)
+    sizes = [p.nbytes for p in network.parameters()]
+    with Real() as alive:
+        for tensor in network.parameters():
+            alive.see(tensor)
+        resharding.shard_model(network, param_dtype=torch.float32)
+    shard = sum(p.to_local().nbytes for p in network.parameters())
+    return alive.peak, shard, sum(sizes), max(sizes)
+
+
+def test_a_start_holds_one_full_copy_and_that_on_one_rank(two_ranks):
+    """Rank 0: all weights, its shard, and one tensor on the way, whole and cut. Rank 1: its shard,
+    and the same tensor. Wrong: every rank reads the folder, and holds all of it."""
+    (first, shard, full, largest), (second, other, *_) = two_ranks(started, False)
+    assert shard + other == full > 20 * largest
+    assert full <= first < full + shard + 2 * largest
+    assert other < second < other + 2 * largest
+    assert two_ranks(started, True)[1][0] >= full > second
 
 
 # ---------------------------------------------------------------------------------------------
