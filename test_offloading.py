@@ -1,7 +1,7 @@
 """The lessons of offloading.py, and of prefetching: where bytes are and when they come is not
 mathematics.
 
-Run alone:  python -m pytest -q test_offloading.py     (about 30 seconds, CPU, 1 and 2 gloo ranks)
+Run alone:  python -m pytest -q test_offloading.py     (about 40 seconds, CPU, 1 and 2 gloo ranks)
 
 Everything is compared bit by bit with the same network that stays on its device. On a CPU "the
 host" is other memory of the same kind, and what has left has no memory of its own: whoever reads it
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -244,7 +243,7 @@ def published(world, on_host, away):
     assert resharding.publish_weights(network, engine, "portable") == sent
     for key, tensor in fused(engine.got).items():
         assert torch.equal(engine.stored[key], tensor), key
-    pack, taken = data.pack(batch_of(), range(6)), {}
+    pack = data.pack(batch_of(), range(6))
     with torch.no_grad():
         log_probs = plain(pack)
     scored = torch.zeros(len(pack.input_ids))
