@@ -779,6 +779,7 @@ def test_a_run_that_dies_of_memory_ends_with_the_plan(monkeypatch, capsys):
     monkeypatch.setattr(ppo_fsdp, "setup", dies)
     monkeypatch.setattr(ppo_fsdp.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(ppo_fsdp.os, "_exit", lambda status: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for gpu_bytes in (80e9, 36e9):  # room to spare; not enough
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, gpu_bytes))
         error = torch.OutOfMemoryError("tried to allocate")
