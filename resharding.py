@@ -330,9 +330,10 @@ def _publish_portable(model: nn.Module, engine: Any) -> int:
 def _publish_direct(model: nn.Module, engine: Any) -> int:
     """Both sides keep a weight as rows, in the same order, so that a gather of the shards is
     already vLLM's (fused) weight."""
+    _reshard(model)
     shards, views = [], []
-    for name, parameter in saved_tensors(model).items():
-        shards.append(parameter.to_local())
+    for name, parameter in hf_model(model).named_parameters():
+        shards.append(_where_it_is(parameter.to_local(), model))
         views.append(engine.views[name])
     group = parameter.device_mesh["shard"].get_group()
     if group.size() == 1 and shards[0].device == views[0].device:
