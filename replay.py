@@ -9,9 +9,11 @@ No collective is here but those of resharding.load_checkpoint; `judge` is given 
 """
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
+from operator import eq, le
 from pathlib import Path
 from typing import Any
 
@@ -77,25 +79,24 @@ class Tape:
     def read(self, step: int) -> list[data.Rollout]:
         """The answers of a step, in order (prompt, sample). What the file holds is what the options
         ask for, or one sentence has both numbers."""
-        file, c = self.file(step), self.config
+        file = self.file(step)
         facts, rollouts = self._load(file)
         known = sum(rollout.log_probs is not None for rollout in rollouts)
         prompts, answers = [r.prompt.ids for r in rollouts], [r.response_ids for r in rollouts]
-        whole, kinds = facts["prompts"] * facts["n"], max(map(max, prompts + answers)) + 1
-        fits = int.__le__
-        for holds, found, what, limit in (
-            (int.__eq__, len(rollouts), "answers, and should have", whole),
-            (int.__eq__, facts["prompts"], "prompts, and train_batch_size is", c.train_batch_size),
-            (int.__eq__, facts["n"], "answers to a prompt, and n is", c.n),
-            (fits, max(map(len, prompts)), "tokens in a prompt, and max_prompt_length is",
-             c.max_prompt_length),
-            (fits, max(map(len, answers)), "tokens in an answer, and max_response_length is",
-             c.max_response_length),
-            (fits, kinds, "kinds of tokens or more, and the model has", self.vocabulary),
-            (fits, whole * (c.rollout_is != "none"), f"answers, and for rollout_is {c.rollout_is} "
+        asked, said = (max(map(len, ids), default=0) for ids in (prompts, answers))
+        kinds = 1 + max(itertools.chain(*prompts, *answers), default=0)
+        whole, c = facts["prompts"] * facts["n"], self.config
+        for fits, found, what, limit in (
+            (eq, len(rollouts), "answers, and should have", whole),
+            (eq, facts["prompts"], "prompts, and train_batch_size is", c.train_batch_size),
+            (eq, facts["n"], "answers to a prompt, and n is", c.n),
+            (le, asked, "tokens in a prompt, and max_prompt_length is", c.max_prompt_length),
+            (le, said, "tokens in an answer, and max_response_length is", c.max_response_length),
+            (le, kinds, "kinds of tokens or more, and the model has", self.vocabulary),
+            (le, whole * (c.rollout_is != "none"), f"answers, and for rollout_is {c.rollout_is} "
              "all need the engine's log-probs, which have", known),
         ):
-            _require(holds(found, limit), f"{file} has {found} {what} {limit}")
+            _require(fits(found, limit), f"{file} has {found} {what} {limit}")
         return rollouts
 
     def _load(self, file: Path) -> tuple[dict[str, int], list[data.Rollout]]:

@@ -195,6 +195,7 @@ def test_answers_come_back_as_they_were(tmp_path):
     log_probs = [-1 / 3, 5e-324]
     kept = answers_of(log_probs=log_probs, response_mask=[True, False])
     kept[1] = dataclasses.replace(kept[1], log_probs=None, finish_reason="length", score=-0.0)
+    kept[2] = dataclasses.replace(kept[2], log_probs=[], response_ids=[], response_mask=None)
     for step in (1, 2):
         replay.save(tmp_path / "r", step, 2, kept, n=2)
     (tmp_path / "r" / "step_000003.tmp").write_text("half a li")
@@ -242,6 +243,7 @@ def test_a_file_of_another_model_or_of_nothing_is_one_sentence(tmp_path):
     lines = file.read_text().splitlines()
     for text, message in (
         ("\n".join(lines[:-1]), "has 7 answers, and should have 8"),
+        (lines[0], "has 0 answers, and should have 8"),
         ("\n".join(lines)[:-9], "holds no rollouts that can be read"),
         ("", "holds no rollouts that can be read"), ('{"step": 1}', "holds no rollouts"),
     ):

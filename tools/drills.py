@@ -74,7 +74,7 @@ def drill(kind: str, runs: Path, plain: list[dict]) -> str:
     ended = f"{seconds:.0f}" if status else "goes on"
     kept = f"all {len(read_lines(folder / 'metrics.jsonl'))} steps"
     if kind not in GOES_ON:
-        done = launch(arguments_of(runs, kind, "--resume", "latest"), 2, runs)
+        done = launch(arguments_of(runs, kind, "--resume", "latest"), 2, runs, 600)
         said += SAID.findall(done.output[0])
         start = int(re.search(r"resuming from .*step_(\d+),", done.output[0])[1])
         records = read_lines(folder / "metrics.jsonl")
@@ -93,7 +93,7 @@ def main(kinds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         runs, rows = Path(scratch), []
         (runs / "reward.py").write_text(REWARD)
-        done = launch(arguments_of(runs, "plain"), 2, runs)
+        done = launch(arguments_of(runs, "plain"), 2, runs, timeout=600)
         assert done.status == [0, 0], done.output
         plain = read_lines(runs / "plain" / "metrics.jsonl")
         for kind in kinds or failures.FAULTS:
