@@ -3,9 +3,12 @@
     python tools/drills.py                 all, some minutes; writes the table of docs/operating.md
     python tools/drills.py full-disk ...   these; prints their rows
 
-The runs are those of torchrun with the tiny model and a real vLLM on a CPU: four steps, each saved.
-The fault comes in step 3 on rank 1. A run that it has ended is then resumed without the fault, and
-its numbers are held against those of a run that had none.
+The runs are of the tiny model with a real vLLM on a CPU: four steps, each saved. The fault comes in
+step 3 on rank 1. A run that it has ended is then resumed without the fault, and its numbers are
+held against those of a run that had none.
+
+Where a rank is killed it is torchrun that must see it. The others start by testing_ranks.launch,
+which ends ranks as torchrun does and spares each of them a minute of imports.
 """
 
 import contextlib
@@ -31,6 +34,7 @@ PAGE = ROOT / "docs" / "operating.md"
 BEGIN, END = "<!-- drills: written by tools/drills.py -->\n", "<!-- drills: end -->\n"
 STEPS, FAULT = 4, 3
 GOES_ON = ("hanging-grader", "slow-rank")
+KILLS = ("dead-rank", "kill-during-save")
 # what a rank or torchrun says of the cause
 ALARM = rf"alarm, step {FAULT}: (?:a rank|the reward)"
 SAID = re.compile(rf"^(?:error|{ALARM}|passed over).*|Signal 9.*", re.MULTILINE)
@@ -64,23 +68,30 @@ def torchrun(arguments: list[str], runs: Path) -> tuple[int, str, float]:
     return agent.returncode, output.read_text(), time.time()
 
 
+def forked(arguments: list[str], runs: Path) -> tuple[int, str, float]:
+    """The same, without torchrun."""
+    done = launch(arguments, 2, runs, timeout=600)
+    return max(map(abs, done.status)), "\n".join(done.output), time.time()
+
+
 def drill(kind: str, runs: Path, plain: list[dict]) -> str:
     """The row of one fault."""
     folder = runs / kind
     inject = ["--inject", f"{kind}@{FAULT}"]
-    status, output, gone = torchrun(arguments_of(runs, kind, *inject), runs)
+    start = torchrun if kind in KILLS else forked
+    status, output, gone = start(arguments_of(runs, kind, *inject), runs)
     seconds = gone - (folder / "metrics.jsonl").stat().st_mtime  # the last line before the fault
     said = SAID.findall(output)
     ended = f"{seconds:.0f}" if status else "goes on"
     kept = f"all {len(read_lines(folder / 'metrics.jsonl'))} steps"
     if kind not in GOES_ON:
-        done = launch(arguments_of(runs, kind, "--resume", "latest"), 2, runs, 600)
-        said += SAID.findall(done.output[0])
-        start = int(re.search(r"resuming from .*step_(\d+),", done.output[0])[1])
+        status, output, _ = forked(arguments_of(runs, kind, "--resume", "latest"), runs)
+        said += SAID.findall(output)
+        first = int(re.search(r"resuming from .*step_(\d+),", output)[1])
         records = read_lines(folder / "metrics.jsonl")
         differ = [x for pair in zip(plain, records, strict=True) for x in replay.differing(*pair)]
-        assert done.status == [0, 0] and not differ, (kind, done.output, differ[:3])
-        kept = f"checkpoints 1 to {start}; resumed, steps {start + 1} to {STEPS} were, "
+        assert status == 0 and not differ, (kind, output, differ[:3])
+        kept = f"checkpoints 1 to {first}; resumed, steps {first + 1} to {STEPS} were, "
         kept += "digit by digit, those of a run without it"
     text = said[0].replace(str(runs), "runs").replace("|", "\\|") if said else "nothing"
     text = re.sub(r"\s+", " ", text).strip()
@@ -93,8 +104,8 @@ def main(kinds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         runs, rows = Path(scratch), []
         (runs / "reward.py").write_text(REWARD)
-        done = launch(arguments_of(runs, "plain"), 2, runs, timeout=600)
-        assert done.status == [0, 0], done.output
+        status, output, _ = forked(arguments_of(runs, "plain"), runs)
+        assert status == 0, output
         plain = read_lines(runs / "plain" / "metrics.jsonl")
         for kind in kinds or failures.FAULTS:
             rows.append(drill(kind, runs, plain))
