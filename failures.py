@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-import checkpoints
 import data
 import losses
 import plan
@@ -144,10 +143,11 @@ def _full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _truncated_checkpoint(complete: Callable, folder: Path, final: Path, *_: Any) -> None:
-    complete()
-    file = max((final / "state").iterdir(), key=lambda file: file.stat().st_size)
+def _truncated_checkpoint(save: Callable, *_: Any) -> Path:
+    folder = save()
+    file = max((folder / "state").iterdir(), key=lambda file: file.stat().st_size)
     os.truncate(file, file.stat().st_size // 2)
+    return folder
 
 
 def _out_of_memory(*_: Any) -> None:
@@ -163,6 +163,6 @@ FAULTS: dict[str, tuple[Any, str, Callable]] = {
     "hanging-grader": (data.Reward, "__call__", _hanging_grader),
     "full-disk": (resharding._Writer, "write_data", _full_disk),
     "kill-during-save": (resharding, "_fingerprints", _dead_rank),
-    "truncated-checkpoint": (checkpoints, "complete", _truncated_checkpoint),
+    "truncated-checkpoint": (resharding, "save_checkpoint", _truncated_checkpoint),
     "out-of-memory": (losses, "compute_policy_loss", _out_of_memory),
 }

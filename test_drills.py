@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +160,13 @@ def test_a_fault_is_of_its_step_and_of_its_rank():
     for spec in ("dead", "dead-rank@", "dead-rank@1:2", "dead-rank:1"):
         with pytest.raises(ValueError, match="it is KIND@STEP:RANK, with a rank below 2"):
             failures.inject(spec, 0, size=2)
+
+
+def test_the_page_has_a_row_for_every_fault():
+    """docs/operating.md, as tools/drills.py writes it."""
+    page = (Path(__file__).parent / "docs" / "operating.md").read_text()
+    table = page.partition("<!-- drills: written by")[2].partition("<!-- drills: end")[0]
+    assert re.findall(r"^\| `([a-z-]+)` \| `.+` \| .+ \| .+ \|$", table, re.M) == [*failures.FAULTS]
 
 
 LOST = "[../gloo/transport/tcp/pair.cc:5] Connection closed by peer [10.0.0.7]:123"

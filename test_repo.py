@@ -65,7 +65,7 @@ IMPORTS = {
     "metrics": {"config", "data", "losses"},
     "evaluation": {"config", "data"},
     "mirrors": set(),
-    "failures": {"checkpoints", "config", "data", "losses", "plan", "resharding", "rollout"},
+    "failures": {"config", "data", "losses", "plan", "resharding", "rollout"},
     "replay": {"config", "data", "metrics", "resharding"},
     "alarms": {"data", "metrics"},
     "costs": {"config", "models"},
