@@ -164,6 +164,11 @@ def test_memory_is_told_apart_by_owner(name):
         replaced(costs, "shape_of", lambda config: config),
     ):
         found = described(run_of(GPU), dict(step=8, gen=4, update_actor=2, update_critic=2))
+        alone = run_of(GPU)
+        alone.engine = None  # answers from files: no share of its bandwidth, no memory of its own
+        without = described(alone, dict(step=8, update_actor=2, update_critic=2))
+    assert without["perf/memory_gb/engine"] == 0 and without["perf/memory_gb/trainer"] == 8
+    assert not any(name.endswith("/gen") for name in without)
     assert found["perf/memory_gb/engine"] == 3 and found["perf/memory_gb/trainer"] == 5
     assert ("perf/mfu/actor" in found) == (name != "another")
 
