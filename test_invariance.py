@@ -306,14 +306,14 @@ def step(world, name, folder, fault="", recipes=tuple(RECIPES)):
 def run_of(config, recipe, world, actor, critic, found):
     """What of a Run the update reads. As in a run, optimizers are made before any forward."""
     c = dataclasses.replace(config, **RECIPES[recipe])
-    learners = {"actor": learners.make_learner(actor, c.lr, c, 100), "critic": None}
+    trained = {"actor": learners.make_learner(actor, c.lr, c, 100), "critic": None}
     if c.adv_estimator == "gae":
-        learners["critic"] = learners.make_learner(critic, c.critic_lr, c, 100)
-    for name, learner in learners.items():
+        trained["critic"] = learners.make_learner(critic, c.critic_lr, c, 100)
+    for name, learner in trained.items():
         if learner is not None:
             watch(learner, f"{recipe}: {name}", found)
     controller = losses.KLController(c.kl_coef, c.kl_ctrl_type, c.target_kl, c.horizon)
-    return types.SimpleNamespace(config=c, world=world, controller=controller, **learners)
+    return types.SimpleNamespace(config=c, world=world, controller=controller, **trained)
 
 
 def only_update(world, name, folder, written):

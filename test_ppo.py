@@ -519,12 +519,12 @@ def random_experience(batch):
 
 def run_around(config, actor=None, critic=None):
     """SGD at rate 1: the weights move by minus the gradient."""
-    learners = []
+    trained = []
     for network in (actor, critic):
         optimizer = torch.optim.SGD(network.parameters(), lr=1.0) if network else None
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) if network else None
-        learners.append(ppo_fsdp.Learner(network, optimizer, constant) if network else None)
-    actor, critic = learners
+        trained.append(ppo_fsdp.Learner(network, optimizer, constant) if network else None)
+    actor, critic = trained
     return types.SimpleNamespace(config=config, world=WORLD, actor=actor, critic=critic)
 
 
