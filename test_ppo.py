@@ -686,7 +686,9 @@ def test_every_pass_sees_every_row_in_mini_batches_of_its_own():
     batch, seen = random_batch(), []
     names = {"update_actor": "actor", "update_critic": "critic"}
     config = config_of(n=2, ppo_mini_batch_size=2, ppo_epochs=2, critic_warmup=1, seed=5)
-    run = types.SimpleNamespace(config=config, world=WORLD, actor=None, critic="a critic")
+    learner = types.SimpleNamespace(model=None)
+    run = types.SimpleNamespace(config=config, world=WORLD, actor=learner, critic=learner)
+    exp = types.SimpleNamespace(entropy=None)
 
     def recorder(name):
         return lambda b, e, rows, *_: seen.append((name, step, tuple(rows.tolist())))
@@ -695,7 +697,7 @@ def test_every_pass_sees_every_row_in_mini_batches_of_its_own():
         for function, name in names.items():
             stack.enter_context(replaced(ppo_fsdp, function, recorder(name)))
         for step in range(3):
-            ppo_fsdp.ppo_update(batch, None, run, step, ppo_fsdp.Metrics(WORLD))
+            ppo_fsdp.ppo_update(batch, exp, run, step, ppo_fsdp.Metrics(WORLD))
     drawn = [
         [(name, tuple(rows.tolist()))
          for epoch in range(2) for rows in data.mini_batches(8, 4, 5, step, epoch)
