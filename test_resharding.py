@@ -220,11 +220,11 @@ def started(world, all_read):
 
 def test_a_start_holds_one_full_copy_and_that_on_one_rank(two_ranks):
     """Rank 0: all weights, its shard, and one tensor on the way, whole and cut. Rank 1: its shard,
-    and the same tensor. Wrong: every rank reads the folder, and holds all of it."""
+    the same tensor, and small buffers. Wrong: every rank reads the folder, and holds all of it."""
     (first, shard, full, largest), (second, other, *_) = two_ranks(started, False)
     assert shard + other == full > 20 * largest
     assert full <= first < full + shard + 2 * largest
-    assert other < second < other + 2 * largest
+    assert other < second < other + 3 * largest
     assert two_ranks(started, True)[1][0] >= full > second
 
 
