@@ -634,13 +634,14 @@ def train(run: Run) -> None:
                 metrics.describe("critic/score", batch.scores)
                 report(step + 1, run, metrics)
                 continue
-            # 6. old log-probs
-            written = is_one_update(step, config)  # by phase 11
-            with metrics.phase("old_log_prob"):
-                old_log_probs, entropy = (
-                    torch.zeros(2, *batch.response_mask.shape, device=world.device) if written else
-                    forward_all(run.actor.model, batch, run, **tempered, return_entropy=True)
-                )
+            # 6. old log-probs, if the update's own pass will not write them
+            written = is_one_update(step, config)
+            passes = torch.zeros(2, *batch.response_mask.shape, device=world.device)
+            if not written:
+                with metrics.phase("old_log_prob"):
+                    passes = forward_all(
+                        run.actor.model, batch, run, **tempered, return_entropy=True)
+            old_log_probs, entropy = passes
             # 7. reference log-probs
             ref_log_probs = values = None
             if run.reference is not None:

@@ -44,7 +44,7 @@ import models
 import ppo_fsdp
 import resharding
 from config import Config
-from testing_ranks import Ranks, launch, preload, replaced
+from testing_ranks import Ranks, launch, preload, replaced, write_task
 
 preload("ppo_fsdp", "vllm", "vllm.v1.engine.llm_engine", "vllm.model_executor.models.llama")
 CACHE = Path(__file__).parent / ".cache"
@@ -668,11 +668,9 @@ def test_changed_options_are_said_or_refused():
 # ---------------------------------------------------------------------------------------------
 # Whole runs of the program
 
-REWARD = """
+REWARDS = """
 import os, signal
 lines = os.path.join(os.path.dirname(__file__), "stopped", "metrics.jsonl")
-def digits(prompt, response, answer):
-    return sum(c.isdigit() for c in response) / 8
 def digits_until_a_signal(prompt, response, answer):
     # in step 3, to rank 1 alone: it is the parent of the process that grades
     if os.environ["RANK"] == "1" and os.path.exists(lines) and len(open(lines).readlines()) == 3:
@@ -685,11 +683,7 @@ def digits_until_a_signal(prompt, response, answer):
 def program(tmp_path_factory):
     """program(run_name, ranks=2, **options): the whole program, and its folder."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "reward.py").write_text(REWARD)
-    draw = random.Random(0)
-    rows = [{"question": "".join(draw.choices("abcdefgh", k=draw.randint(5, 40))), "answer": "5"}
-            for _ in range(64)]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_task(folder, 64, REWARDS)
     settings = dict(
         preset="tiny", train_data=folder / "prompts.jsonl", runs_dir=folder, train_batch_size=8,
         ppo_mini_batch_size=4, max_prompt_length=48, val_max_samples=4, total_training_steps=6,

@@ -29,16 +29,14 @@ import ppo_fsdp
 import resharding
 import rollout
 from config import PRESETS, Config, check_config, check_model, parse_config
-from testing_ranks import launch, preload, replaced
+from testing_ranks import launch, preload, replaced, write_task
 
 preload("ppo_fsdp", "vllm", "vllm.v1.engine.llm_engine", "vllm.model_executor.models.llama")
 HERE = Path(__file__).parent
 CACHE = HERE / ".cache"
 
-REWARD = """
+REWARDS = """
 import os
-def digits(prompt, response, answer):
-    return sum(c.isdigit() for c in response) / 8
 def fails_on_rank_1(prompt, response, answer):
     if os.environ["RANK"] == "1":
         raise KeyError("planted")
@@ -54,13 +52,7 @@ def number_of_the_prompt(prompt, response, answer):
 def files(tmp_path_factory):
     """reward.py, prompts.jsonl (64 questions of 5 to 40 letters) and the folder of all runs."""
     folder = tmp_path_factory.mktemp("ppo")
-    (folder / "reward.py").write_text(REWARD)
-    draw = random.Random(0)
-    rows = [
-        {"question": "".join(draw.choices("abcdefgh", k=draw.randint(5, 40))), "answer": "5"}
-        for _ in range(64)
-    ]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_task(folder, 64, REWARDS)
     return folder
 
 

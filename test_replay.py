@@ -9,7 +9,6 @@ import importlib
 import io
 import json
 import os
-import random
 import re
 import shutil
 import sys
@@ -26,14 +25,10 @@ import ppo_fsdp
 import replay
 import rollout
 from config import PRESETS, Config, parse_config
-from testing_ranks import launch, preload, replaced
+from testing_ranks import launch, preload, replaced, write_task
 
 preload("ppo_fsdp", "vllm", "vllm.v1.engine.llm_engine", "vllm.model_executor.models.llama")
 
-REWARD = """
-def digits(prompt, response, answer):
-    return sum(c.isdigit() for c in response) / 8
-"""
 STEPS = 3
 
 
@@ -41,11 +36,7 @@ STEPS = 3
 def folder(tmp_path_factory):
     """Where all runs are, beside their data and their reward."""
     folder = tmp_path_factory.mktemp("replay")
-    (folder / "reward.py").write_text(REWARD)
-    draw = random.Random(0)
-    rows = [{"question": "".join(draw.choices("abcdefgh", k=draw.randint(5, 40))), "answer": "5"}
-            for _ in range(16)]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_task(folder, 16)
     return folder
 
 

@@ -13,9 +13,11 @@ They are forked from a server that has imported the heavy modules once: a rank s
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -32,6 +34,22 @@ def preload(*modules: str) -> None:
     """Before the first rank starts: modules that the server imports for all of them."""
     PRELOADED.extend(name for name in modules if name not in PRELOADED)
     FORKS.set_forkserver_preload(PRELOADED)
+
+
+REWARD = """
+def digits(prompt, response, answer):
+    return sum(c.isdigit() for c in response) / 8
+"""
+
+
+def write_task(folder: Path, questions: int, more_rewards: str = "") -> None:
+    """prompts.jsonl: so many questions of 5 to 40 letters, the same ones each time; reward.py: the
+    share of digits in an answer, which a random policy can learn in seconds, and `more_rewards`."""
+    draw = random.Random(0)
+    rows = [{"question": "".join(draw.choices("abcdefgh", k=draw.randint(5, 40))), "answer": "5"}
+            for _ in range(questions)]
+    (folder / "reward.py").write_text(REWARD + more_rewards)
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 class Ranks:
