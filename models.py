@@ -10,7 +10,6 @@ that no tensor of [T, V] ever exists. How the weights are sharded is not known h
 nor how ranks share a micro-batch (ulysses.py).
 """
 
-import functools
 import os
 import shutil
 import string
@@ -247,8 +246,7 @@ def _build(
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):  # each architecture has names of its own
             setattr(config, name, 0.0)
-    for name, value in overrides.items():
-        setattr(config, name, value)
+    config.update(overrides)
     settings = dict(config=config, dtype=dtype, attn_implementation="packed")
     try:
         if meta:
@@ -256,7 +254,9 @@ def _build(
                 hf = auto_class.from_config(**settings)
         elif random_weights:
             # drawn in float32 whatever the dtype: one seed is one network
-            hf = auto_class.from_config(**settings | {"dtype": torch.float32}).to(dtype)
+            hf = auto_class.from_config(**settings | {"dtype": torch.float32})
+            for parameter in hf.parameters():  # not buffers: frequencies of positions stay float32
+                parameter.data = parameter.data.to(dtype)
         else:
             checks = dict(output_loading_info=True, ignore_mismatched_sizes=True)
             hf, report = auto_class.from_pretrained(path, **settings, **checks)
@@ -269,8 +269,10 @@ def _build(
         gated = [module for module in hf.modules() if hasattr(module, "gate_proj")]
         if not gated:
             raise ValueError(f"{path!r} has no gated feed-forward: recompute none or full of it")
+        # A class, not a function an instance: the compiler would make a graph for every block.
+        lean = {kind: type("Lean", (kind,), {"forward": _lean_mlp}) for kind in map(type, gated)}
         for mlp in gated:
-            mlp.forward = functools.partial(_lean_mlp, mlp)
+            mlp.__class__ = lean[type(mlp)]
     blocks = [block for block in hf.modules() if type(block).__name__ in hf._no_split_modules]
     for block in blocks if compile else ():
         block.forward = torch.compile(block.forward, dynamic=True)
@@ -355,7 +357,7 @@ def resolve_model(path: str, cache: Path) -> str:
     """
     writers = {
         "tiny": write_tiny,
-        "tiny-untied": functools.partial(write_tiny, tied=False),
+        "tiny-untied": lambda folder: write_tiny(folder, tied=False),
         "smollm2": write_smollm2,
     }
     if path not in writers:

@@ -173,20 +173,20 @@ LOST = "[../gloo/transport/tcp/pair.cc:5] Connection closed by peer [10.0.0.7]:1
 # what ended the rank, which rank; what it says, status, seconds that it leaves to the first
 SAID = {
     "a setting": (ValueError("n is 0"), 0, "error: n is 0", 1, 0),
-    "a setting, elsewhere": (ValueError("n is 0"), 3, "error on rank 3: n is 0", 1, 6),
+    "a setting, elsewhere": (ValueError("n is 0"), 3, "error on rank 3: n is 0", 1, 11),
     "a full disk": (OSError(errno.ENOSPC, "No space"), 0, "error: [Errno 28] No space", 1, 0),
-    "any other": (RuntimeError("boom"), 0, "Traceback ... error: boom", 1, 6),
-    "memory": (torch.OutOfMemoryError("gone"), 3, "Traceback ... error on rank 3: gone", 1, 6),
-    "a rank": (RuntimeError(LOST), 0, "error: lost the connection to a rank on 10.0.0.7: ", 1, 6),
+    "any other": (RuntimeError("boom"), 0, "Traceback ... error: boom", 1, 11),
+    "memory": (torch.OutOfMemoryError("gone"), 3, "Traceback ... error on rank 3: gone", 1, 11),
+    "a rank": (RuntimeError(LOST), 0, "error: lost the connection to a rank on 10.0.0.7: ", 1, 11),
     "the parser": (SystemExit(2), 0, "", 2, 0),
-    "a signal": (RuntimeError("boom. And"), 0, "told to stop, and then: boom", 1, 6),
+    "a signal": (RuntimeError("boom. And"), 0, "told to stop, and then: boom", 1, 11),
 }
 
 
 @pytest.mark.parametrize("case", SAID)
 def test_an_end_is_one_sentence_and_a_status(monkeypatch, capsys, case):
     """A traceback is for what was not foreseen. The first rank speaks at once of what all ranks
-    complain of; where it is not that, or not the first, a rank leaves it 5 seconds and one for each
+    complain of; where it is not that, or not the first, a rank leaves it 10 seconds and one for each
     rank of its machine before it."""
     error, rank, text, status, seconds = SAID[case]
     slept, kept = [], signal.getsignal(signal.SIGTERM)

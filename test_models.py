@@ -378,6 +378,16 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(builder):
     assert kept["full"] < kept["mlp"]
 
 
+def test_blocks_share_their_compiled_graphs(monkeypatch):
+    """The second block runs what was compiled for the first. Wrong: a graph for each block, which
+    are minutes, and none at all for those past the compiler's limit of 8."""
+    pack, compiler = data.pack(batch_of(), range(5)), torch.compile
+    monkeypatch.setattr(torch, "compile", functools.partial(compiler, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    torch._dynamo.reset()
+    models.build_actor(tiny(), gradient_checkpointing="mlp", compile=True)(pack)
+
+
 def test_dropout_is_off_in_training_mode(tmp_path):
     """Two forwards of a network in training mode are equal, whatever kinds of dropout the model's
     folder declares. Wrong: attention's alone, while Phi drops half of each residual as well."""
@@ -435,14 +445,23 @@ def test_a_new_value_head_is_zero_and_a_saved_one_is_kept(tmp_path):
     assert again(pack).abs().min() > 0
 
 
-def test_meta_networks_have_the_names_and_no_memory():
-    """The ranks that wait for a broadcast know names, shapes and ties, and hold no byte of
-    weights."""
-    for name in ("tiny", "tiny-untied"):
-        real, empty = models.build_actor(tiny(name)), models.build_actor(tiny(name), meta=True)
-        shapes = [{k: v.shape for k, v in x.named_parameters()} for x in (real, empty)]
-        assert shapes[0] == shapes[1]
-        assert all(p.is_meta for p in empty.parameters())
+@pytest.mark.parametrize("name", ["tiny", "tiny-untied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("builder", [models.build_actor, models.build_critic])
+def test_meta_networks_are_the_real_ones_without_memory(builder, dtype, name):
+    """The ranks that wait for a broadcast know names, shapes, dtypes and ties, and hold no byte of
+    weights. Wrong: a drawn network whose buffers became bfloat16 too: rank 0 sends half of what the
+    others wait for, and they wait for ever."""
+    empty = builder(tiny(name), dtype, meta=True)
+    expected = kinds_of(empty)
+    assert all(p.is_meta for p in empty.parameters())
+    assert kinds_of(builder(tiny(name), dtype)) == expected
+    assert kinds_of(builder(tiny(name), dtype, random_weights=True)) == expected
+
+
+def kinds_of(network):
+    tensors = [*network.named_parameters(), *network.named_buffers()]
+    return {name: (x.shape, x.dtype) for name, x in tensors}
 
 
 def test_random_weights_are_drawn_from_the_shapes_alone(tmp_path):

@@ -191,7 +191,8 @@ def test_a_step_does_not_depend_on_ranks_or_micro_batches(ranks, files, recipe):
     assert len(whole.records) == 2
     moved = [distance(end, start) for start, end in zip(whole.start, whole.end) if end]
     assert min(moved) > 1e-3
-    for cut, (size, settings) in CUTS.items():
+    for cut in list(CUTS)[0 if recipe.startswith("ppo") else 2 :]:
+        size, settings = CUTS[cut]
         config = small(files, run_name=f"{name}-{cut}", **(RECIPES[recipe] | settings))
         for found in ranks[size](whole_run, config):
             assert found.sampled == whole.sampled
@@ -831,6 +832,22 @@ def test_results_come_back_at_their_own_rows_on_every_rank(ranks):
             rows, columns = mask.nonzero(as_tuple=True)
             assert first[mask].tolist() == (100 * rows + columns).tolist()
             assert torch.equal(second, -first) and (first[~mask] == 0).all()
+
+
+def unequal(world):
+    config = config_of(dtype="float32", adv_estimator="grpo")
+    path = models.resolve_model("tiny-untied" if world.rank else "tiny", CACHE)
+    with pytest.raises(ValueError) as error:
+        ppo_fsdp.build_networks(config, path, world, num_steps=3)
+    return str(error.value)
+
+
+def test_ranks_with_other_networks_are_refused(ranks):
+    """Two machines, two model folders: one sentence. Wrong: the broadcast of a weight that the other
+    rank does not have, which nobody ends."""
+    for sentence in ranks[2](unequal):
+        assert "rank 1 has another network than rank 0" in sentence
+        assert "'hf.lm_head.weight', (84, 128), torch.float32" in sentence
 
 
 def built(world):

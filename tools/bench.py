@@ -190,7 +190,7 @@ def bare_generation(run) -> tuple[float, float]:
             step=1, log_prob_fraction=config.log_prob_fraction, ignore_eos=True)
         engine.reset_cache()
 
-    return seconds(bare, 3, 0), seconds(ours, 3, 0)
+    return seconds(bare, 2, 0), seconds(ours, 2, 0)
 
 
 @torch.no_grad()

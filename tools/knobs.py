@@ -13,6 +13,7 @@ prompts with 512 answer tokens each, by rollout.generate, weights as vLLM draws 
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import subprocess
@@ -95,6 +96,7 @@ def update(names: dict[str, str], shape: str, out: Path, share: slice, prompts: 
                "--entropy-coeff", "0", "--gradient-checkpointing", "none"]
     found = {}
     for name, given in list(names.items())[share]:
+        faulthandler.dump_traceback_later(100)  # where it hangs, if it does
         try:
             found[name] = one_update([*options, *given.split()], batch, world)
         except (RuntimeError, ValueError, SystemExit) as error:
