@@ -66,7 +66,8 @@ def build_networks(
 
 
 def _refuse_unequal(model: nn.Module) -> None:
-    """What rank 0 sends, the others must expect: else all wait for ever. Collective."""
+    """What rank 0 sends, the others must expect: else NCCL waits for ever, and gloo takes the bytes
+    for what they are not. Collective."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     each = [None] * dist.get_world_size()
     dist.all_gather_object(each, {(name, tuple(x.shape), x.dtype) for name, x in tensors})

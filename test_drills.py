@@ -186,8 +186,8 @@ SAID = {
 @pytest.mark.parametrize("case", SAID)
 def test_an_end_is_one_sentence_and_a_status(monkeypatch, capsys, case):
     """A traceback is for what was not foreseen. The first rank speaks at once of what all ranks
-    complain of; where it is not that, or not the first, a rank leaves it 10 seconds and one for each
-    rank of its machine before it."""
+    complain of; where it is not that, or not the first, a rank leaves it 10 seconds and one for
+    each rank of its machine before it."""
     error, rank, text, status, seconds = SAID[case]
     slept, kept = [], signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(failures, "_step", step := int("elsewhere" in case))

@@ -191,8 +191,7 @@ def test_a_step_does_not_depend_on_ranks_or_micro_batches(ranks, files, recipe):
     assert len(whole.records) == 2
     moved = [distance(end, start) for start, end in zip(whole.start, whole.end) if end]
     assert min(moved) > 1e-3
-    for cut in list(CUTS)[0 if recipe.startswith("ppo") else 2 :]:
-        size, settings = CUTS[cut]
+    for cut, (size, settings) in CUTS.items():
         config = small(files, run_name=f"{name}-{cut}", **(RECIPES[recipe] | settings))
         for found in ranks[size](whole_run, config):
             assert found.sampled == whole.sampled
@@ -843,8 +842,8 @@ def unequal(world):
 
 
 def test_ranks_with_other_networks_are_refused(ranks):
-    """Two machines, two model folders: one sentence. Wrong: the broadcast of a weight that the other
-    rank does not have, which nobody ends."""
+    """Two machines, two model folders: one sentence. Wrong: the broadcast of a weight that the
+    other rank does not have, which nobody ends."""
     for sentence in ranks[2](unequal):
         assert "rank 1 has another network than rank 0" in sentence
         assert "'hf.lm_head.weight', (84, 128), torch.float32" in sentence
