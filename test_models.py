@@ -383,9 +383,9 @@ def test_blocks_share_their_compiled_graphs(monkeypatch):
     are minutes, and none at all for those past the compiler's limit of 8."""
     pack, compiler = data.pack(batch_of(), range(5)), torch.compile
     monkeypatch.setattr(torch, "compile", functools.partial(compiler, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     torch._dynamo.reset()
-    models.build_actor(tiny(), gradient_checkpointing="mlp", compile=True)(pack)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        models.build_actor(tiny(), gradient_checkpointing="mlp", compile=True)(pack)
 
 
 def test_dropout_is_off_in_training_mode(tmp_path):
