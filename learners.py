@@ -59,9 +59,9 @@ def build_networks(
         critic = build(models.build_critic, critic_path or path, *masters)
         critic = make_learner(critic, config.critic_lr, config, updates * num_steps)
     if config.use_kl_in_reward or config.use_kl_loss:
-        # Never trained, so no float32 masters: less memory, the same numbers.
+        # Never trained, so no float32 masters: less memory, the same numbers. It runs without gradient;
+        # marked as frozen besides, its blocks would not share the actor's compiled graph.
         reference = build(models.build_actor, path, compute_dtype, config.ref_param_offload)
-        reference.requires_grad_(False)
     return actor, critic, reference
 
 

@@ -165,8 +165,9 @@ def drawn_on_the_gpu(builder):
     return build
 
 
-def bare_generation(run) -> tuple[float, float]:
-    """Seconds of vLLM alone, and of rollout.generate, on the requests of step 1."""
+def generation(run) -> tuple[list, float, float]:
+    """Answers to the prompts of step 1 from rollout.generate, its seconds, and those of vLLM alone on
+    the same requests; each once, since the seven steps before them have warmed the engine."""
     import data
     import rollout
 
@@ -180,17 +181,19 @@ def bare_generation(run) -> tuple[float, float]:
                 temperature=1.0, max_tokens=config.max_response_length, ignore_eos=True,
                 seed=rollout.request_seed(config.seed, 1, place, sample)))
 
-    def bare():
-        engine.llm.generate(requests, params, use_tqdm=False)
-        engine.reset_cache()
+    rollouts = []
 
     def ours():
-        rollout.generate(
+        rollouts[:] = rollout.generate(
             engine, prompts, n=config.n, max_tokens=config.max_response_length, seed=config.seed,
             step=1, log_prob_fraction=config.log_prob_fraction, ignore_eos=True)
         engine.reset_cache()
 
-    return seconds(bare, 2, 0), seconds(ours, 2, 0)
+    def bare():
+        engine.llm.generate(requests, params, use_tqdm=False)
+        engine.reset_cache()
+
+    return rollouts, seconds(ours, 1, 0), seconds(bare, 1, 0)
 
 
 @torch.no_grad()
@@ -233,11 +236,8 @@ def program(part: str, options: list[str], profile_to: Path | None = None) -> di
     found["efficiency"] = {key: value for key, value in median.items()
                            if key.startswith("perf/") and "memory" not in key}
     ppo_fsdp.publish(run, ppo_fsdp.Metrics(run.world))  # an engine that slept has no weights
-    rollouts = ppo_fsdp.rollout.generate(
-        run.engine, ppo_fsdp.data.prompt_batch(
-            run.train_prompts, 0, run.config.seed, run.config.train_batch_size),
-        n=run.config.n, max_tokens=run.config.max_response_length, seed=run.config.seed, step=1,
-        ignore_eos=True)
+    rollouts, found["our_generation_s"], found["bare_generation_s"] = generation(run)
+    found["rollout_ratio"] = found["bare_generation_s"] / found["our_generation_s"]
     for answer in rollouts:
         answer.score = 0.0
     batch = ppo_fsdp.data.collate(rollouts)
@@ -245,9 +245,6 @@ def program(part: str, options: list[str], profile_to: Path | None = None) -> di
     if profile_to:
         profile(run, batch, profile_to)
     found["publish"] = publishing(run)
-    bare, ours = bare_generation(run)
-    found["bare_generation_s"], found["our_generation_s"] = bare, ours
-    found["rollout_ratio"] = bare / ours
     if part in ("tiny", "0.5b"):
         found["naive"] = naive(run, batch)
         found["naive_ratio"] = found["phases_s"]["step"] / found["naive"]["step_s"]
@@ -442,8 +439,10 @@ class Part:
         command = [sys.executable, __file__, "--child", part, "--out", str(self.file),
                    f"--options={arguments.options}", f"--limit={arguments.limit}"]
         command += [f"--profile={arguments.profile}"] if arguments.profile else []
-        # as rollout.build_engine sets them, but before the import
-        settings = dict(VLLM_LOGGING_LEVEL="ERROR", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        # As rollout.build_engine sets them, but before the import. vLLM keeps a cache for each shape, also
+        # of kernels that all shapes share; without it they are compiled for the first shape alone.
+        settings = dict(VLLM_LOGGING_LEVEL="ERROR", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+                        VLLM_DISABLE_COMPILE_CACHE="1")
         with open(self.log, "w") as lines:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=lines,
                                             stderr=lines, env=os.environ | settings)
@@ -462,8 +461,9 @@ class Part:
 
 def child(arguments) -> None:
     part = arguments.child
-    if part in WORK:
+    if part != "limits":  # the first, which has nothing to wait for
         import ppo_fsdp  # noqa: F401
+    if part in WORK:
         from vllm import LLM  # noqa: F401
     sys.stdin.read()
     faulthandler.dump_traceback_later(arguments.limit - 5)  # where it hangs, if it does
