@@ -178,7 +178,7 @@ class Config:
     ref_param_offload: bool = False
     # What a block keeps for its backward waits on the host.
     enable_activation_offload: bool = False
-    # On a GPU: compile each block and the head; about a minute more in the first step.
+    # On a GPU: compile each block and the head; some 30 s more in the first step.
     use_torch_compile: bool = True
     # Recompute activations in the backward instead of keeping them: mlp: the product inside the
     # feed-forward, full: whole blocks; auto: the cheapest that fits the GPU (plan.py).
