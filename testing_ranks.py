@@ -13,6 +13,7 @@ They are forked from a server that has imported the heavy modules once: a rank s
 """
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -28,11 +29,18 @@ from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = ["ppo_fsdp"]
+# What an engine, and the program around it, import when they start: 3 s a rank.
+WITH_VLLM = [
+    "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.spec_decode.utils",
+    "vllm.model_executor.layers.quantization.online.base", "vllm.entrypoints.launchers.cli_args",
+    "torch.distributed.tensor.experimental._func_map", "reasoning_gym.factory",
+]
 
 
 def preload(*modules: str) -> None:
     """Before the first rank starts: modules that the server imports for all of them."""
-    PRELOADED.extend(name for name in modules if name not in PRELOADED)
+    more = WITH_VLLM if "vllm" in modules else []
+    PRELOADED.extend(name for name in [*modules, *more] if name not in PRELOADED)
     FORKS.set_forkserver_preload(PRELOADED)
 
 
@@ -119,6 +127,7 @@ def free_port() -> int:
 
 def _become(rank: int, size: int, port: int) -> None:
     """The environment that torchrun gives to a rank."""
+    gc.freeze()  # what the server imported is no garbage: not to be searched by every collection
     os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(size))
     os.environ |= dict(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
