@@ -2,11 +2,11 @@
 
     python tools/bench.py                        one GPU, all parts
     python tools/bench.py --only limits,0.5b     parts of it
-    python tools/bench.py --only tiny            any machine: ratios, no seconds
+    python tools/bench.py --only tiny            any machine: that it runs; its seconds say nothing
 
 Parts: `limits` measures the machine itself; `135m`, `0.5b`, `1.5b` run the real program (the loop of
 ppo_fsdp.py, drawn weights, its own clocks) on shapes of SmolLM2 and Qwen2.5, and on the same requests
-and batches bare vLLM and a naive trainer (padded, Hugging Face generate, whole logits); `7b` is a
+bare vLLM; 0.5b and tiny also a naive trainer (padded, Hugging Face generate, whole logits); `7b` is a
 forward and backward alone. Each part is a process of its own, one after the other; while one is
 measured the next imports its libraries and waits, without touching the GPU.
 
@@ -167,7 +167,7 @@ def drawn_on_the_gpu(builder):
 
 def generation(run) -> tuple[list, float, float]:
     """Answers to the prompts of step 1 from rollout.generate, its seconds, and those of vLLM alone on
-    the same requests; each once, since the seven steps before them have warmed the engine."""
+    the same requests; each once, since the steps before them have warmed the engine."""
     import data
     import rollout
 
@@ -265,6 +265,7 @@ def profile(run, batch, out: Path) -> None:
     update()
     with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         update()
+    out.parent.mkdir(parents=True, exist_ok=True)
     tables = [seen.key_averages().table(sort_by=f"self_{kind}_time_total", row_limit=25,
                                         max_name_column_width=60) for kind in ("cuda", "cpu")]
     out.write_text("\n".join(tables))
