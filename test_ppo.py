@@ -861,22 +861,23 @@ def built(world):
     groups = [learner.optimizer.param_groups[0] for learner in (actor, critic)]
     settings = [(group["initial_lr"], group["weight_decay"]) for group in groups]
     flags = [{p.requires_grad for p in x.parameters()} for x in (actor.model, reference)]
+    apart = set(actor.model.parameters()).isdisjoint(reference.parameters())
     pairs = zip(resharding.full_params(actor.model), resharding.full_params(reference))
     same = all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
     without = dataclasses.replace(config, use_kl_in_reward=False, adv_estimator="grpo")
     nothing = ppo_fsdp.build_networks(without, path, world, num_steps=3)[1:]
-    return totals, settings, flags, same, nothing
+    return totals, settings, flags, same and apart, nothing
 
 
 def test_networks_have_the_schedules_of_the_steps_they_take(ranks):
     """3 batches x 2 epochs x 2 mini-batches = 12 steps of the critic, and 8 of the actor, which
-    waits for one batch; each with its own rate, both with the weight decay. The reference is the
-    actor before the first step; it and the critic are there only if needed. Its weights are marked
-    like the actor's, or each compiled graph of the passes without gradient would be made twice."""
-    ((totals, settings, flags, same, nothing),) = ranks[1](built)
+    waits for one batch; each with its own rate, both with the weight decay. The reference is a
+    copy of the actor before the first step; it and the critic are there only if needed. Its weights
+    are marked like the actor's, or the graph of passes without gradient would be made twice."""
+    ((totals, settings, flags, copied, nothing),) = ranks[1](built)
     assert totals == pytest.approx([8, 12])
     assert settings == [(1e-3, 0.07), (2e-3, 0.07)]
-    assert same and flags == [{True}, {True}] and nothing == (None, None)
+    assert copied and flags == [{True}, {True}] and nothing == (None, None)
 
 
 def prepared(world, config):
