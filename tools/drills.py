@@ -24,6 +24,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"  # of all ranks: other threads give other last digits
 
 import failures  # noqa: E402
 import replay  # noqa: E402
@@ -55,7 +56,7 @@ def torchrun(arguments: list[str], runs: Path) -> tuple[int, str, float]:
     """(exit status, output, when the last rank was gone)"""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                str(ROOT / "ppo_fsdp.py"), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     output = runs / "output.txt"
     with open(output, "w") as file:
         agent = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
