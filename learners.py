@@ -59,8 +59,8 @@ def build_networks(
         critic = build(models.build_critic, critic_path or path, *masters)
         critic = make_learner(critic, config.critic_lr, config, updates * num_steps)
     if config.use_kl_in_reward or config.use_kl_loss:
-        # Never trained, so no float32 masters: less memory, the same numbers. Its passes run without
-        # gradient (forward_all); with requires_grad off besides, each block would compile twice.
+        # Never trained, so no float32 masters: less memory, the same numbers. Its passes run
+        # without gradient; with requires_grad off besides, each block would be compiled twice.
         reference = build(models.build_actor, path, compute_dtype, config.ref_param_offload)
     return actor, critic, reference
 
