@@ -14,6 +14,7 @@ prompts with 512 answer tokens each, by rollout.generate, weights as vLLM draws 
 import argparse
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import subprocess
@@ -104,6 +105,7 @@ def update(names: dict[str, str], shape: str, out: Path, share: slice, prompts: 
         if world.is_main:
             print(name, json.dumps(found[name]), flush=True)
             out.write_text(json.dumps(found, indent=1))
+        gc.collect()  # FSDP2's modules are cycles: they would stay for the next setting's peak
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
