@@ -4,6 +4,7 @@
     python ppo_fsdp.py --preset mission --kl-coef 0.01     a preset, and what differs from it
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,8 +46,10 @@ class Config:
     train_data: str = "openai/gsm8k:main"
     # The same for evaluation, one or several; none: val_split of the training data.
     val_data: tuple[str, ...] = ()
+    # Of a data set on the hub, or of a task, which draws other prompts for each name.
     train_split: str = "train"
     val_split: str = "test"
+    # Columns of a data set or file; a.b is b inside of a.
     prompt_column: str = "question"
     answer_column: str = "answer"
     # Appended to every question.
@@ -71,6 +74,7 @@ class Config:
     ppo_mini_batch_size: int = 64
     # Passes over each batch.
     ppo_epochs: int = 1
+    # Passes over the training prompts, where total_training_steps is 0.
     total_epochs: int = 15
     # Steps (batches) of the run; 0: as many full batches as total_epochs hold.
     total_training_steps: int = 0
@@ -81,6 +85,7 @@ class Config:
     # The same for the critic's update and for the forward-only passes, which keep less; 0: twice.
     critic_ppo_max_token_len_per_gpu: int = 0
     log_prob_max_token_len_per_gpu: int = 0
+    # Sequences in a micro-batch without use_dynamic_bsz.
     ppo_micro_batch_size_per_gpu: int = 1
 
     # ---- sampling
@@ -89,11 +94,12 @@ class Config:
     # would bias every ratio by the mass that was cut.
     top_p: float = 1.0
     top_k: int = 0
-    # Evaluation may cut it; temperature 0 is greedy.
+    # 0: evaluation is greedy; above: it samples.
     val_temperature: float = 0.0
     # Answers to each validation prompt; more than 1 at a val_temperature above 0 gives best@k
     # (pass@k) and maj@k.
     val_n: int = 1
+    # Evaluation may cut the distribution; 1 and 0: off.
     val_top_p: float = 1.0
     val_top_k: int = 0
     # Go on after an end token, to the length limit: for benchmarks.
@@ -113,6 +119,7 @@ class Config:
     # reward_t = [t is last] score - kl_coef * kl_t: the form that optimises E[score] - kl_coef *
     # KL.
     use_kl_in_reward: bool = True
+    # The estimator of that KL.
     kl_penalty: KLKind = "k1"
     # adaptive moves kl_coef until KL is at target_kl nats a token (arXiv 1909.08593 section 2.2).
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
@@ -138,6 +145,7 @@ class Config:
     loss_scale_factor: float = 0.0
     # Truncated importance weights for the gap between engine and trainer.
     rollout_is: Literal["none", "token", "sequence"] = "none"
+    # Weights are cut here; inf: nowhere.
     rollout_is_threshold: float = 2.0
     # The value may move this far from the old one in a batch; 0: no bound.
     clip_range_value: float = 0.5
@@ -191,11 +199,13 @@ class Config:
     # GiB of cache; 0: room for max_num_seqs full sequences (or all there are), on a GPU as far as
     # it fits.
     kv_cache_gib: float = 0.0
+    # Tokens and sequences that the engine computes at once.
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
     # Batch sizes that get a CUDA graph; empty: vLLM's list. Larger batches than the last run
     # eagerly.
     cudagraph_capture_sizes: tuple[int, ...] = ()
+    # No CUDA graphs.
     enforce_eager: bool = False
     # Drop the engine's weights and cache while training; auto: only if they do not fit beside it.
     free_cache_engine: Literal["auto", "yes", "no"] = "auto"
@@ -208,6 +218,7 @@ class Config:
     # Results go to runs_dir/run_name; empty: preset and time.
     run_name: str = ""
     runs_dir: str = "runs"
+    # Evaluate before the first step.
     val_before_train: bool = True
     # Evaluate after every so many steps and after the last; 0: after the last only.
     test_freq: int = 5
@@ -330,6 +341,11 @@ def check_config(c: Config, world_size: int) -> None:
         "use_kl_in_reward is off: switch it on, or use fixed (kl_loss_coef is always fixed)",
     )
     _require(
+        not c.critic_warmup or c.adv_estimator == "gae",
+        f"critic_warmup is {c.critic_warmup} and adv_estimator {c.adv_estimator}, which has no "
+        "critic: set it to 0, or use gae",
+    )
+    _require(
         c.adv_estimator not in ("grpo", "rloo") or c.n > 1,
         f"adv_estimator {c.adv_estimator} compares answers to one prompt, but n is {c.n}: raise it",
     )
@@ -344,20 +360,28 @@ def _check_ranges(c: Config) -> None:
     )
     above_0 = (
         "lr", "critic_lr", "max_grad_norm", "reward_timeout", "horizon", "target_kl",
-        "rollout_is_threshold",
+        "rollout_is_threshold", "gpu_memory_utilization", "val_top_p",
     )
     at_least_0 = (
         "total_training_steps", "critic_warmup", "lr_warmup_steps", "clip_range_value", "seed",
-        "loss_scale_factor", "val_temperature", "kv_cache_gib", "weight_decay", "test_freq",
+        "loss_scale_factor", "val_temperature", "kl_loss_coef", "kv_cache_gib", "weight_decay",
+        "test_freq",
         "sample_freq", "check_published_freq", "fsdp_size", "max_ckpt_to_keep", "forward_prefetch",
         "backward_prefetch",
     )
-    fractions = ("gamma", "lam", "log_prob_fraction", "gpu_memory_utilization")
+    fractions = ("gamma", "lam", "log_prob_fraction", "gpu_memory_utilization", "val_top_p")
+    counts = ("train_max_samples", "val_max_samples")
+    for name, value in vars(c).items():
+        unbounded = value == math.inf and name in ("rollout_is_threshold", "clip_ratio_high")
+        _require(not isinstance(value, float) or math.isfinite(value) or unbounded,
+                 f"{name} is {value}: it must be a finite number")
     for names, holds, bound in (
         (at_least_1, lambda x: x >= 1, "at least 1"),
         (above_0, lambda x: x > 0, "above 0"),
         (at_least_0, lambda x: x >= 0, "at least 0"),
         (fractions, lambda x: 0 <= x <= 1, "between 0 and 1"),
+        (counts, lambda x: x == -1 or x >= 1, "at least 1, or -1 for all"),
+        (["seed"], lambda x: x < 2**32, f"below 2**32 = {2**32}"),
     ):
         for name in names:
             value = getattr(c, name)
@@ -365,6 +389,10 @@ def _check_ranges(c: Config) -> None:
 
 
 def _check_saving(c: Config) -> None:
+    _require(
+        not set(c.run_name) & set("/\\\0") and c.run_name not in (".", ".."),
+        f"run_name {c.run_name!r} is no name of a folder: paths are for runs_dir, now {c.runs_dir}",
+    )
     _require(c.save_freq >= -1, f"save_freq is {c.save_freq}: it must be at least -1, never")
     _require(
         c.resume != "latest" or c.run_name,
@@ -436,10 +464,11 @@ def _check_steps(c: Config) -> None:
         c.critic_warmup <= c.total_training_steps,
         f"critic_warmup {c.critic_warmup}: more than all {c.total_training_steps} training steps",
     )
-    updates = c.ppo_epochs * c.train_batch_size // c.ppo_mini_batch_size * c.total_training_steps
+    steps = c.total_training_steps - c.critic_warmup
+    updates = c.ppo_epochs * c.train_batch_size // c.ppo_mini_batch_size * steps
     _require(
         c.lr_warmup_steps <= updates,
-        f"lr_warmup_steps {c.lr_warmup_steps}: more than all {updates} optimizer steps",
+        f"lr_warmup_steps {c.lr_warmup_steps}: more than the actor's {updates} optimizer steps",
     )
 
 

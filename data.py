@@ -35,15 +35,18 @@ import subprocess
 import sys
 import threading
 import urllib.parse
+import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+FILES = ".json", ".jsonl", ".csv", ".parquet"
 
 
 def _require(condition: object, message: str) -> None:
@@ -366,7 +369,7 @@ def _read_rows(source: str, split: str, max_samples: int, seed: int) -> list[dic
     try:
         if source.startswith("reasoning_gym:"):
             rows = _generate_rows(source, split, max_samples, seed)
-        elif source.endswith((".json", ".jsonl", ".csv", ".parquet")):
+        elif source.endswith(FILES):
             rows = _file_rows(source)
         else:
             rows = _hub_rows(source, split)
@@ -398,8 +401,19 @@ def _file_rows(path: str) -> list[dict]:
         if path.endswith(".csv"):
             return list(csv.DictReader(file))
         if path.endswith(".jsonl"):
-            return [json.loads(line) for line in file if line.strip()]
+            return read_json_lines(file)
         return json.load(file)
+
+
+def read_json_lines(lines: Iterable[str]) -> list:
+    """What each line holds, but for the empty ones; a ValueError names the first broken line."""
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON: {error}") from None
+    return found
 
 
 def _generate_rows(source: str, split: str, max_samples: int, seed: int) -> list[dict]:
@@ -410,7 +424,8 @@ def _generate_rows(source: str, split: str, max_samples: int, seed: int) -> list
     from the first of them, every other split from the middle. Splits then share no draw; a task
     with few questions (one-digit sums: 200) can still repeat a question by chance.
     """
-    from reasoning_gym.factory import DATASETS, create_dataset
+    with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of what it imports
+        from reasoning_gym.factory import DATASETS, create_dataset
 
     task, _, query = source.removeprefix("reasoning_gym:").partition("?")
     _require(task in DATASETS, f"no task {task!r}; near: {get_close_matches(task, DATASETS)}")
@@ -437,9 +452,11 @@ def _conversation(question: object, instruction: str, where: str) -> tuple[str, 
     """A question, or a list of messages, and the instruction -> (what the user asked, messages)."""
     messages = question if isinstance(question, list) else [{"role": "user", "content": question}]
     turns = [m for m in messages if isinstance(m, dict) and m.get("role") == "user"]
-    is_text = turns and isinstance(turns[-1].get("content"), str)
+    asked = turns[-1].get("content") if turns else None
+    is_text = isinstance(asked, str)
     _require(is_text, f"{where}: the prompt is neither a text nor chat messages with a user's text")
-    text = turns[-1]["content"] + (f" {instruction}" if instruction else "")
+    _require(asked.strip(), f"{where} has an empty prompt, 0 tokens of a question: remove the row")
+    text = asked + (f" {instruction}" if instruction else "")
     return text, [m | {"content": text} if m is turns[-1] else m for m in messages]
 
 
@@ -644,7 +661,8 @@ class Reward:
                 raise RewardError(failure)
             return score
         except (EOFError, OSError):
-            raise RewardError(f"its process died, exit code {self.close()}") from None
+            where = f"{self._path}:{self._name}"
+            raise RewardError(f"{where}: its process died, exit code {self.close()}") from None
         except BaseException:  # Ctrl-C too: an answer left in the pipe would be the next call's
             self.close()
             raise
@@ -684,8 +702,10 @@ def _serve_reward(pipe: str, path: str, name: str, timeout: str) -> None:
             else:
                 score = float(function(*request))
         except BaseException as error:
-            line = traceback.extract_tb(error.__traceback__)[-1].lineno
-            failure = " ".join(f"line {line}: {type(error).__name__}: {error}".split())[:1000]
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [f", line {frame.lineno}" for frame in frames if frame.filename == path]
+            where = f"{path}:{name}{lines[-1] if lines else ''}"
+            failure = " ".join(f"{where}: {type(error).__name__}: {error}".split())[:1000]
         faulthandler.cancel_dump_traceback_later()
         connection.send((score, failure))
 

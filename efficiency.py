@@ -160,16 +160,17 @@ def watch_gpu(metrics: Any, phase: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-    seen = seen or [look()]
-    metrics.known[f"perf/gpu_utilization/{phase}"] = sum(seen) / len(seen) / 100
+    seen = [share for share in seen or [look()] if share is not None]
+    if seen:
+        metrics.known[f"perf/gpu_utilization/{phase}"] = sum(seen) / len(seen) / 100
 
 
-def _nvml(device: torch.device) -> Callable[[], float] | None:
-    """Reads the utilisation in percent; None without a GPU or without the package nvidia-ml-py."""
-    if device.type != "cuda":
-        return None
-    try:
-        torch.cuda.utilization(device)
-    except (ImportError, RuntimeError):
-        return None
-    return lambda: torch.cuda.utilization(device)
+def _nvml(device: torch.device) -> Callable[[], float | None] | None:
+    """Reads the utilisation in percent; None without a GPU, without the package nvidia-ml-py, or
+    where the driver does not tell (containers, MIG)."""
+
+    def look() -> float | None:
+        with contextlib.suppress(Exception):  # NVML's errors share no class; a number is no reason
+            return torch.cuda.utilization(device)  # to end a run
+
+    return look if device.type == "cuda" and look() is not None else None

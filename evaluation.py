@@ -112,7 +112,8 @@ def load_prompts(
     config: Config, tokenizer: Any, say: Callable[[str], None]
 ) -> tuple[list[data.Prompt], dict[str, list[data.Prompt]]]:
     """(the training prompts, {name: prompts} of each validation set). Too long ones are dropped,
-    and counted by `say`."""
+    and counted by `say`. Without val_data another split of train_data is the validation set; a file
+    has none, so that its accuracy is not that of unseen prompts."""
 
     def load(source: str, kind: str) -> list[data.Prompt]:
         split = getattr(config, f"{kind}_split")
@@ -127,6 +128,8 @@ def load_prompts(
 
     train = load(config.train_data, "train")
     sources = config.val_data or (config.train_data,)
+    if config.train_data in sources and config.train_data.endswith(data.FILES):
+        say(f"warning: {config.train_data} has no second split: validation asks what is trained on")
     return train, {name: load(x, "val") for name, x in zip(set_names(sources), sources)}
 
 

@@ -56,16 +56,21 @@ def report(error: BaseException, config: Config | None) -> int:
         lost = lost_rank(error)
         if not known and not lost:
             traceback.print_exception(error)
-        print(f"{start}error{where}: {lost or error}", file=sys.stderr)
+        text = lost or str(error) or type(error).__name__
+        print(f"{start}error{where}: {text}", file=sys.stderr)
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         print(plan.out_of_memory(config), file=sys.stderr)
     return error.code if isinstance(error, SystemExit) else 1
 
 
 def is_foreseen(error: BaseException) -> bool:
-    """Is its sentence enough? Settings and inputs are ValueErrors; a disk may be full anywhere."""
+    """Is its sentence enough? Settings and inputs are ValueErrors, after the start those of our own
+    files alone; a disk may be full anywhere."""
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    return full or isinstance(error, (ValueError, SystemExit))
+    places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    ours = not _step or not places or Path(places[-1]).parent == Path(__file__).parent
+    asked = isinstance(error, (SystemExit, KeyboardInterrupt))
+    return full or asked or (ours and isinstance(error, ValueError))
 
 
 def lost_rank(error: BaseException) -> str:

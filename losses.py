@@ -123,21 +123,32 @@ def compute_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) 
     assert logits.shape[:-1] == tokens.shape, (
         f"logits are {tuple(logits.shape)}, tokens {tuple(tokens.shape)}")
     z = _tempered(logits, temperature)
-    return z.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1) - z.logsumexp(-1)
+    return _pick(z, tokens) - z.logsumexp(-1)
+
+
+def _pick(z: Tensor, tokens: Tensor) -> Tensor:
+    """z[.., token] of z [..,V] -> [..]. Compiled, it is a sum of which one term is not 0: that
+    joins the kernels around it, where gather's backward first writes a whole [..,V] of zeros."""
+    if torch.compiler.is_compiling():
+        vocabulary = torch.arange(z.shape[-1], device=z.device)
+        return torch.where(vocabulary == tokens.unsqueeze(-1), z, 0).sum(-1)
+    return z.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
 
 
 def compute_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """H = logsumexp(z) - sum_a pi(a) z_a with z = logits / T; logits [..,V] -> [..], never < 0.
 
-    H does not change when z is shifted; with the maximum at 0 neither term cancels the other, so
-    rounding cannot make H negative. A forbidden token (logit -inf) counts as 0 * log 0 = 0.
-    As a bonus it is *subtracted* from the loss.
+    H does not change when z is shifted; with the maximum at 0 neither term is ever negative, and
+    neither cancels the other. A forbidden token (logit -inf) counts as 0 * log 0 = 0. pi is never
+    written out: it would be one more [..,V] tensor. As a bonus H is *subtracted* from the loss.
     Test: test_losses.py::test_entropy_by_enumeration
     """
     z = _tempered(logits, temperature)
     # exp(-1e4) is exactly 0 in fp32, and unlike -inf it can be multiplied by 0.
     z = (z - z.detach().amax(-1, keepdim=True)).clamp(min=-1e4)
-    return z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1)
+    weights = z.exp()  # pi times their sum, which is at least 1
+    total = weights.sum(-1)
+    return total.log() - (weights * z).sum(-1) / total
 
 
 # ---------------------------------------------------------------------------------------------

@@ -111,6 +111,12 @@ def describe(
         if len(values):
             unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
             known["critic/vf_explained_var"] = 1 - unexplained.item()
+    if exp.rollout_weights is not None:
+        weights = exp.rollout_weights[mask]
+        metrics.describe("rollout_is/weight", weights)  # max: rollout_is_threshold, if any is cut
+        squares = (weights.square().sum() * len(weights)).clamp(min=1e-8)
+        # a share of all tokens; 0 over nothing
+        known["rollout_is/effective_sample_size"] = (weights.sum().square() / squares).item()
     if batch.rollout_log_probs is not None:
         engine = batch.rollout_log_probs.to(mask.device)
         asked = mask & engine.isfinite()
@@ -194,7 +200,8 @@ def check_resume(facts: dict[str, Any], config: Config, num_steps: int) -> str:
     """What differs from the run that saved the checkpoint of these facts: "seed 1 -> 2, n 4 -> 8".
     What the checkpoint itself carries cannot be changed, and would be ignored: an error."""
     if facts["step"] > num_steps:
-        raise ValueError(f"the checkpoint is of step {facts['step']}, this run has {num_steps}")
+        raise ValueError(f"the checkpoint is of step {facts['step']}, this run has {num_steps}: "
+                         "raise total_training_steps, or resume from an earlier one")
     saved = facts["notes"]["config"]
     changed = {
         name: f"{name} {saved[name]} -> {value}"

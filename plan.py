@@ -29,7 +29,7 @@ GB = 1e9
 # backward their gradient too, and not compiled so many float32 tensors beside them.
 LOGITS_COMPILED = 2, 2 + 2
 LOGITS_EAGER = 2 + 2 * 4, 2 + 2 + 3 * 4
-LOGITS_EAGER_WITH_ENTROPY = 2 + 3 * 4, 2 + 2 + 6 * 4
+LOGITS_EAGER_WITH_ENTROPY = 2 + 3 * 4, 2 + 2 + 5 * 4
 # The engine's sampler, for each sequence and token of V: logits, float32 copy, probabilities, draw.
 SAMPLER = 2 + 3 * 4
 # Full blocks alive at once under FSDP2: the one at work, the next one, and its gather's buffer.
@@ -169,6 +169,8 @@ def _pass(c: Config, shape: Shape, phase: str, num_gpus: int) -> dict[str, float
     # FSDP2 gathers block by block, beside a root of embedding and head; one rank has one group
     shards, params = c.fsdp_size or num_gpus, shape.params if has_head else shape.critic_params
     root = shape.embedding * (2 if has_head and not shape.tied else 1)
+    if is_update and has_head and tokens > LOGITS_CHUNK:
+        logits += item * shape.embedding  # the head's gradient of the chunks before
     on_host = c.ref_param_offload if phase == "ref" else c.offload_policy
     by_block = c.reshard_after_forward and (shards > 1 or on_host)
     at_once = BLOCKS_AT_ONCE + max(0, c.forward_prefetch - 1, c.backward_prefetch - 1)
@@ -379,7 +381,8 @@ def describe_peak(plan: Plan) -> str:
 def memory_report(file: Path) -> str:
     """Planned and measured peak of each phase over all steps of a metrics.jsonl; "" on a CPU."""
     peaks: dict[str, list[float]] = {}
-    for record in map(json.loads, file.read_text().splitlines()):
+    lines = file.read_text().splitlines() if file.exists() else []  # no step may have been due
+    for record in map(json.loads, lines):
         for name, size in record.items():
             if name.startswith(MEASURED):
                 phase = name.removeprefix(MEASURED)
@@ -398,6 +401,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--gpu", choices=CARDS, default="H100")
     parser.add_argument("--gpu-memory", type=float, help="GB of each; by default that card's")
     given, rest = parser.parse_known_args(arguments)
+    if given.gpus < 1 or (given.gpu_memory is not None and not given.gpu_memory > 0):
+        raise ValueError(f"gpus is {given.gpus} and gpu_memory {given.gpu_memory}: a plan needs at "
+                         "least 1 GPU, and its memory in GB above 0")
     c = parse_config(rest)
     check_config(c, given.gpus)
     shape, card = find_shape(c.model_path), CARDS[given.gpu]

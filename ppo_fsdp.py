@@ -12,8 +12,8 @@ and scalars of the *global* batch, so whatever is not a forward or a backward is
 single-process code that all ranks compute alike. The number of ranks, packing and the cut into
 micro-batches are not mathematics: every loss is a sum over a count of the whole mini-batch.
 
-Collectives: on weights and gradients in resharding.py, inside a micro-batch that ranks share in
-ulysses.py; all others in this file.
+Collectives: on weights and gradients in resharding.py and, before they are cut, in learners.py;
+inside a micro-batch that ranks share in ulysses.py; all others in this file.
 Letters: B sequences of the global batch, R padded response width, b rows and K response tokens of
 one packed micro-batch, W ranks.
 """
@@ -131,7 +131,7 @@ class Run:
     reference: nn.Module | None
     controller: losses.KLController
     probe: data.Pack | None
-    memory: plan.Plan | None = None  # on GPUs
+    memory: plan.Plan | None = None  # on GPUs, with an engine
     num_publishes: int = 0
     first_step: int = 0  # steps that were done before this start
     stopping: bool = False  # a rank got SIGTERM or SIGINT, and all know
@@ -184,7 +184,7 @@ def setup(config: Config, world: World) -> Run:
         config, world, folder, num_steps, tokenizer, train_prompts, val_prompts, reward,
         engine, actor, critic, reference,
         losses.KLController(config.kl_coef, config.kl_ctrl_type, config.target_kl, config.horizon),
-        probe, memory, mirrors=mirrors, tape=tape,
+        probe, None if tape else memory, mirrors=mirrors, tape=tape,
     )
     if checkpoint is not None:
         resume(checkpoint, run)
@@ -613,12 +613,12 @@ def roll_out(step: int, run: Run, metrics: Metrics) -> list[data.Rollout]:
 def train(run: Run) -> None:
     """The run, step by step; the phases have the numbers of the README."""
     config, world = run.config, run.world
-    if not config.rollout_only:
-        failures.catch_signals()  # to finish the step, save, end well
     if config.val_before_train and run.val_prompts and not (run.first_step or config.rollout_only):
         metrics = Metrics(world)
         evaluate(0, run, metrics)
         report(0, run, metrics)
+    if not config.rollout_only:
+        failures.catch_signals()  # to finish the step, save, end well
     tempered = dict(temperature=config.temperature)
     alarm = alarms.Alarms(run.folder, world.is_main, config.dtype)
     steps = range(run.first_step, config.step or run.num_steps)  # --replay ends after its step

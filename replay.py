@@ -101,7 +101,7 @@ class Tape:
 
     def _load(self, file: Path) -> tuple[dict[str, int], list[data.Rollout]]:
         try:
-            facts, *rows = map(json.loads, file.read_text().splitlines())
+            facts, *rows = data.read_json_lines(file.read_text().splitlines())
             facts = {name: int(facts[name]) for name in ("prompts", "n", "num_steps")}
             prompts = [data.Prompt(**row.pop("prompt")) for row in rows]
             return facts, [data.Rollout(prompt, **row) for prompt, row in zip(prompts, rows)]

@@ -15,6 +15,7 @@ forward and backward. One sum, no mean: nothing here divides by the number of ra
 import contextlib
 import copy
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -298,11 +299,14 @@ def publish_weights(model: nn.Module, engine: Any, route: str = "auto") -> int:
     a copy in between; "portable" hands whole tensors to vLLM's loader. "auto" is direct where
     `place_weights` allows it, and says once why not.
     """
-    if route == "auto" and engine.views is None:
+    if route != "portable" and engine.views is None:
         engine.views, reason = place_weights(model, engine)
         if reason and dist.get_rank() == 0:
             print(f"weights go through vLLM's loader: {reason}", flush=True)
-    direct = route == "direct" or (route == "auto" and bool(engine.views))
+    direct = route != "portable" and bool(engine.views)
+    if route == "direct" and not direct:
+        reason = place_weights(model, engine)[1]
+        raise ValueError(f"no direct route: {reason}; use auto or portable")
     sent = _publish_direct(model, engine) if direct else _publish_portable(model, engine)
     engine.has_weights = True
     engine.reset_cache()
@@ -395,9 +399,9 @@ def check_published(model: nn.Module, engine: Any, pack: Any, max_gap: float) ->
     for start, log_probs in zip(borders, engine.score(sequences)):
         scored[start : start + len(log_probs)] = torch.tensor(log_probs)
     theirs = scored[pack.hidden_rows.cpu()]  # place t holds the log-prob of token t + 1
-    gap = (ours - theirs).abs().mean().to(pack.input_ids.device)
+    gap = (ours - theirs).abs().mean().nan_to_num(nan=math.inf).to(pack.input_ids.device)
     dist.all_reduce(gap, op=dist.ReduceOp.MAX)
-    if stale or not gap.item() <= max_gap:  # a NaN is not below it
+    if stale or gap.item() > max_gap:
         raise RuntimeError(
             "the engine does not hold the published weights: its log-probs differ from the "
             f"trainer's by {gap.item():.4g} nats a token on average; the limit is {max_gap:g}; "

@@ -14,6 +14,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,8 @@ def build_engine(
         logprobs_mode="processed_logprobs",  # of what was sampled: after the temperature
         disable_log_stats=True,
         enable_sleep_mode=on_gpu and free_cache_engine,
+        # after a part of a prompt vLLM winds a request's generator back, which a CPU's cannot
+        enable_chunked_prefill=on_gpu,
     )
     token_bytes = cache_bytes_per_token(model_path, dtype, tensor_parallel_size)
     if kv_cache_gib:
@@ -143,8 +146,7 @@ def build_engine(
     elif not on_gpu:
         blocks = max_num_seqs * (-(-max_model_len // CPU_BLOCK_SIZE) + 1)
         settings["kv_cache_memory_bytes"] = blocks * CPU_BLOCK_SIZE * token_bytes
-    if not on_gpu:
-        settings["block_size"] = CPU_BLOCK_SIZE
+    settings |= {} if on_gpu else {"block_size": CPU_BLOCK_SIZE}
     if cudagraph_capture_sizes:
         settings["compilation_config"] = {"cudagraph_capture_sizes": list(cudagraph_capture_sizes)}
     return Engine(
@@ -182,10 +184,25 @@ def _start(settings: dict[str, Any]) -> Any:
     threads = torch._inductor.config.compile_threads
     from vllm import LLM
 
+    if not torch.cuda.is_available():
+        _name_shared_memory(os.environ.get("MASTER_PORT", "none"))
     llm = LLM(**settings)
     # vLLM sets it to 1, at which the trainer's blocks take minutes to compile
     torch._inductor.config.compile_threads = threads
     return llm
+
+
+def _name_shared_memory(run: str) -> None:
+    """vLLM's CPU build names the memory that a tensor-parallel group shares after its ranks alone:
+    other runs of this machine, and what a killed one left behind, would be in the way."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    for left in Path("/dev/shm").glob(f"run-{run}-*-cpushm_*"):
+        left.unlink(missing_ok=True)  # nobody makes one before all ranks have been here
+    if not hasattr(Shared, "named_by_vllm"):
+        Shared.named_by_vllm = staticmethod(Shared.make_group_name)
+    Shared.make_group_name = staticmethod(
+        lambda group: f"run-{run}-{Shared.named_by_vllm(group).strip('/')}")
 
 
 def cache_bytes_per_token(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> int:

@@ -600,7 +600,15 @@ REFUSED_ROWS = {
                               {}, ["chat template"]),
     "empty prompt": ([{"question": "", "answer": "1"}], {"tokenizer": words_tokenizer("$A")},
                      ["row 0", "0 tokens"]),
+    "blank question": ([ROWS[0], {"question": " ", "answer": "1"}], {}, ["row 1", "empty prompt"]),
 }
+
+
+def test_a_broken_line_is_named(tmp_path):
+    """Empty lines count, and are passed over."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "answer": "1"}\n\n{"question": "b", "answer": \n')
+    says(lambda: load(str(path)), "rows.jsonl", "line 3 is not JSON")
 
 
 @pytest.mark.parametrize("case", REFUSED_ROWS)
@@ -945,8 +953,9 @@ def test_a_reward_of_the_user_gets_prompt_response_and_answer(capfd, reward):
 
 
 FAULTS = {
-    "raise": ["KeyError", "my own fault"], "exit": ["SystemExit"], "_exit": ["exit code 7"],
-    "segfault": [f"exit code {-signal.SIGSEGV}"], "none": ["NoneType"],
+    "raise": ["reward.py:reward, line ", "KeyError", "my own fault"],
+    "exit": ["reward.py:reward, line ", "SystemExit"], "_exit": ["reward.py:reward", "exit code 7"],
+    "segfault": [f"exit code {-signal.SIGSEGV}"], "none": ["reward.py:reward: ", "NoneType"],
     "text": ["could not convert"], "nan": ["nan is not a finite"],
     "inf": ["inf is not a finite"],
 }

@@ -179,8 +179,21 @@ SAID = {
     "memory": (torch.OutOfMemoryError("gone"), 3, "Traceback ... error on rank 3: gone", 1, 11),
     "a rank": (RuntimeError(LOST), 0, "error: lost the connection to a rank on 10.0.0.7: ", 1, 11),
     "the parser": (SystemExit(2), 0, "", 2, 0),
+    "Ctrl-C": (KeyboardInterrupt(), 0, "error: KeyboardInterrupt", 1, 0),
     "a signal": (RuntimeError("boom. And"), 0, "told to stop, and then: boom", 1, 11),
 }
+
+
+def test_a_librarys_complaint_in_a_step_keeps_its_trace(monkeypatch):
+    """Libraries raise ValueError for faults of a program. At the start that is a setting or an
+    input still; after it a sentence without a place would help nobody. Our own stay one sentence."""
+    faults = (False, lambda: json.loads("{")), (True, lambda: failures.inject("x", 0, 1))
+    for ours, complain in faults:
+        for step in (0, 3):
+            monkeypatch.setattr(failures, "_step", step)
+            with pytest.raises(ValueError) as caught:
+                complain()
+            assert failures.is_foreseen(caught.value) == (ours or step == 0)
 
 
 @pytest.mark.parametrize("case", SAID)

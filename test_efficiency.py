@@ -245,13 +245,26 @@ def test_a_thread_looks_at_the_gpu_while_it_works():
     assert metrics.known == {"perf/gpu_utilization/gen": 0.6}
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError("pynvml"), RuntimeError("no driver")])
+class NVMLError(Exception):
+    """As pynvml's: a class of its own, which torch passes on."""
+
+
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("pynvml"), RuntimeError("no driver"), NVMLError("not supported")])
 def test_without_nvml_the_number_is_left_out(error):
-    """No package, or no driver: no key, and no error. On a CPU nobody asks."""
+    """No package, no driver, or one that does not tell: no key, and no error. On a CPU nobody
+    asks."""
     with mock.patch.object(torch.cuda, "utilization", mock.Mock(side_effect=error)) as asked:
         assert watched(GPU, 0) == {}
         assert asked.call_count == 1
         assert watched(CPU, 0) == {} and asked.call_count == 1
+
+
+def test_nvml_that_stops_in_the_middle_ends_nothing():
+    """Two readings, then errors: the mean of the two."""
+    readings = mock.Mock(side_effect=[0, 40, 60, *[NVMLError("gone")] * 1000])
+    with mock.patch.object(torch.cuda, "utilization", readings):
+        assert watched(GPU, 0.3) == {"perf/gpu_utilization/gen": 0.5}
 
 
 def test_an_error_in_the_phase_ends_the_thread_too():

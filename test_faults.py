@@ -701,6 +701,8 @@ def test_a_warm_up_that_never_ends_is_refused(ranks, files):
         (dict(lr_warmup_steps=4, **four), None),
         (dict(lr_warmup_steps=5, **four), ["lr_warmup_steps 5", "4 optimizer steps"]),
         (dict(critic_warmup=3, **four), ["critic_warmup 3", "2 training steps"]),
+        (dict(lr_warmup_steps=2, critic_warmup=1, **four), None),
+        (dict(lr_warmup_steps=3, critic_warmup=1, **four), ["actor's 2 optimizer steps"]),
     ):
         config = config_of(files, **settings)
         if words is None:

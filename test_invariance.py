@@ -182,7 +182,7 @@ def write_subject(folder):
     """prompts.jsonl, networks whose biases and value head are not zero, and what earlier phases
     would have left: old and reference log-probs around those of the actor, values."""
     letters = "the quick brown fox jumps over the lazy dog " * 3
-    rows = [dict(question=letters[:n], answer="5") for n in (0, 99, 6, 29)]
+    rows = [dict(question=letters[:n], answer="5") for n in (1, 99, 6, 29)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     generator = torch.Generator().manual_seed(2)
     tiny = models.resolve_model("tiny", CACHE)

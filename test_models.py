@@ -8,6 +8,7 @@ query and 2 key-value heads, so grouped-query attention is always part of the cl
 """
 
 import functools
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -286,13 +287,17 @@ def test_attention_has_the_models_own_scale():
 def test_the_kernel_is_asked_for_the_same_attention():
     """The flash kernel, which no CPU has, played by the formula with the kernel's own defaults (all
     places are seen, scale 1 / sqrt(d)): what it is asked for is the CPU's result. It gets the
-    longest sequence as the bound of both sides, and the same borders twice."""
+    longest sequence as the bound of both sides, and the same borders twice. A torch that must be
+    told of fewer key than query heads (2.12 and later) is told, an older one is not."""
     from torch.nn.attention import varlen
+
+    must_be_told = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
     def kernel(
         query, key, value, query_borders, key_borders, longest_query, longest_key, *,
-        scale=None, window_size=(-1, -1),
+        scale=None, window_size=(-1, -1), **options,
     ):
+        assert options == ({"enable_gqa": True} if must_be_told else {})
         assert torch.equal(query_borders, key_borders)
         assert longest_query == longest_key == query_borders.diff().max()
         scale = scale or query.shape[-1] ** -0.5

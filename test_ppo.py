@@ -785,13 +785,18 @@ def test_facts_of_the_batch_are_those_of_the_policys_own_tokens():
     signs = torch.where(torch.arange(mask.shape[1]) % 2 == 0, 1.0, -1.0)
     batch.rollout_log_probs = exp.old_log_probs + 0.25 * signs
     batch.rollout_log_probs[0] = math.nan  # the engine was not asked
+    exp.rollout_weights = torch.where(mask, torch.where(signs > 0, 2.0, 0.5), 0.0)
     metrics = ppo_fsdp.Metrics(WORLD)
     rewards = torch.where(mask, 0.5, 0.0)
     ppo_fsdp.describe(batch, exp, rewards, exp.old_log_probs, metrics)
     found = metrics.known
     tokens = [(row, t) for row in range(8) for t, _, _ in tokens_of(batch, row)]
     advantages = [exp.advantages[place].item() for place in tokens]
+    weights = [2.0 if t % 2 == 0 else 0.5 for _, t in tokens]
+    effective = sum(weights) ** 2 / sum(w * w for w in weights) / len(tokens)
     expected = {
+        "rollout_is/weight/max": 2.0, "rollout_is/weight/mean": sum(weights) / len(tokens),
+        "rollout_is/effective_sample_size": effective,
         "critic/score/mean": sum(batch.scores.tolist()) / 8,
         "critic/rewards/max": 0.5 * mask.sum(1).max().item(),
         "critic/advantages/mean": sum(advantages) / len(tokens),
@@ -959,6 +964,38 @@ def test_evaluation_asks_what_training_never_asks(ranks, files):
         options = dict(instruction="", max_samples=count, seed=6)
         assert found == data.load_prompts(source, tokenizer, split, **options)
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in val}
+
+
+def test_a_file_has_no_second_split(ranks, files):
+    """A file of training prompts as the validation set, named so or for lack of another: said. Not
+    of a task that draws other prompts for another split."""
+    file, task = str(files / "prompts.jsonl"), "reasoning_gym:chain_sum"
+    tokenizer = models.load_tokenizer(models.resolve_model("tiny", CACHE))
+    for train_data, val_data, warnings in (
+        (file, (), 1), (file, (file,), 1), (task, (), 0), (task, (file,), 0),
+    ):
+        said = []
+        config = small(
+            files, train_data=train_data, val_data=val_data, train_max_samples=8, val_max_samples=4,
+            max_prompt_length=200)
+        train, val = ppo_fsdp.evaluation.load_prompts(config, tokenizer, said.append)
+        assert train and len(val) == 1
+        assert sum("validation asks what is trained on" in line for line in said) == warnings
+
+
+def test_a_signal_before_the_first_step_is_the_systems(monkeypatch):
+    """docs/operating.md: until the first step it ends the program at once. Wrong: caught before the
+    first evaluation, it would be obeyed after that, a step and a save."""
+    order = []
+    monkeypatch.setattr(ppo_fsdp, "evaluate", lambda *_: order.append("evaluate"))
+    monkeypatch.setattr(ppo_fsdp, "report", lambda *_: {})
+    monkeypatch.setattr(ppo_fsdp.failures, "catch_signals", lambda: order.append("catch"))
+    run = types.SimpleNamespace(
+        config=config_of(rollout_only=False), world=WORLD, val_prompts={"some": []}, first_step=0,
+        num_steps=0, folder=Path("/nowhere"), stopping=False,
+    )
+    ppo_fsdp.train(run)
+    assert order == ["evaluate", "catch"]
 
 
 def two_folders(world, folder, critic):
@@ -1176,6 +1213,18 @@ REFUSED = [
     (dict(ppo_epochs=0), 1, ["ppo_epochs", "0"]),
     (dict(lr=0.0), 1, ["lr", "0.0"]),
     (dict(lr=math.nan), 1, ["lr", "nan"]),
+    (dict(lr=math.inf), 1, ["lr", "inf", "finite"]),
+    (dict(kl_loss_coef=-1.0), 1, ["kl_loss_coef", "-1.0"]),
+    (dict(train_max_samples=-5), 1, ["train_max_samples", "-5", "-1 for all"]),
+    (dict(val_max_samples=0), 1, ["val_max_samples", "0", "-1 for all"]),
+    (dict(val_top_p=0.0), 1, ["val_top_p", "0.0", "above 0"]),
+    (dict(val_top_p=1.5), 1, ["val_top_p", "1.5", "between 0 and 1"]),
+    (dict(gpu_memory_utilization=0.0), 1, ["gpu_memory_utilization", "0.0", "above 0"]),
+    (dict(seed=2**32), 1, ["seed", "4294967296", "below 2**32"]),
+    (dict(run_name="../elsewhere"), 1, ["run_name '../elsewhere'", "runs_dir"]),
+    (dict(entropy_coeff=math.nan), 1, ["entropy_coeff", "nan", "finite"]),
+    (dict(kl_loss_coef=-math.inf), 1, ["kl_loss_coef", "-inf", "finite"]),
+    (dict(critic_warmup=1, adv_estimator="grpo", n=2), 1, ["critic_warmup is 1", "grpo", "0"]),
     (dict(max_grad_norm=0.0), 1, ["max_grad_norm", "0.0"]),
     (dict(gamma=1.5), 1, ["gamma", "1.5"]),
     (dict(lam=-0.5), 1, ["lam", "-0.5"]),

@@ -11,6 +11,7 @@ import io
 import re
 import runpy
 import tokenize
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,7 +25,7 @@ HERE = Path(__file__).parent
 # file in the place of its first half.
 BUDGETS = {
     "ppo_fsdp.py": 550,
-    "config.py": 350,  # an option and its checks are three lines; about 120 are to come
+    "config.py": 360,  # an option and its checks are three lines; about 120 are to come
     "learners.py": 80,
     "metrics.py": 200,
     "checkpoints.py": 120,
@@ -36,7 +37,7 @@ BUDGETS = {
     "costs.py": 150,
     "plan.py": 320,
     "efficiency.py": 110,
-    "data.py": 450,
+    "data.py": 470,  # what is wrong in a file or a reward function is said with its line
     "rollout.py": 300,
     "models.py": 350,
     "resharding.py": 480,  # prefetch lists, and what is read where it is while it is offloaded: 40
@@ -44,11 +45,12 @@ BUDGETS = {
     "offloading.py": 130,
     "losses.py": 400,
 }
-# The six of the design under 2,300: saving, resuming and exporting are 200 lines of them. The others
+# The six of the design under 2,350: saving, resuming and exporting are 200 lines of them, and fifty
+# came from two strangers' tries: errors with their line, other torch releases, a killed run. The others
 # watch and describe a run, or plan its memory before it is taken, and can be read apart; so can
 # sequence parallelism (what is cut, exchanged and put together again, each written out), and what
 # leaves the device for a while.
-TOTAL = 4300
+TOTAL = 4380
 OTHERS = (
     "config.py", "learners.py", "metrics.py", "checkpoints.py", "evaluation.py", "mirrors.py",
     "alarms.py", "costs.py", "plan.py", "efficiency.py", "failures.py", "replay.py", "ulysses.py",
@@ -114,7 +116,7 @@ def test_file_is_within_its_budget(name):
 def test_all_files_together_are_within_the_budget():
     counts = {name: len(code_lines((HERE / name).read_text())) for name in BUDGETS}
     assert sum(counts.values()) <= TOTAL
-    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2300
+    assert sum(counts.values()) - sum(counts[name] for name in OTHERS) < 2350
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -225,6 +227,19 @@ def test_readme_first_screen():
     loop = loop[loop.index("def roll_out(") :]
     numbers = re.findall(r"# (?:.*?, )?(\d+)\. \w", loop)
     assert set(numbers) | {"9"} == {str(i) for i in range(1, 13)}
+
+
+def test_the_chinese_readme_says_the_same():
+    """README.zh.md has every command, name and number of README.md as often, and no other."""
+    pages = README, (HERE / "README.zh.md").read_text()
+    for pattern in (r"```[^`]*```|^    .*$", r"`[^`\n]+`", r"\d[\d,.]*\d|\d", r"^#+ |^\||^!"):
+        ours, theirs = (Counter(re.findall(pattern, page, re.MULTILINE)) for page in pages)
+        assert ours == theirs, f"only here {ours - theirs}, only there {theirs - ours}"
+
+
+def test_readme_names_functions_that_exist():
+    assert len(re.findall(r"`\w+\.py: \w+`", README)) >= 10
+    check_references(README)
 
 
 def test_readme_options_and_presets_exist():

@@ -689,6 +689,9 @@ def refusals(world):
     packed.repacks = True
     engines = (wide, repacked, larger, packed)
     said = [resharding.place_weights(network, engine)[1] for engine in engines]
+    with pytest.raises(ValueError, match="no direct route: .*down_proj.weight.*auto or portable"):
+        resharding.publish_weights(network, repacked, "direct")
+    assert not repacked.got
     sent = resharding.publish_weights(network, repacked)
     assert len(repacked.got) == len(list(plain.hf.parameters())) and sent > 0
     return said
@@ -721,7 +724,7 @@ def disagreement(world, offset, limit):
     own = network(pack).detach()
     scored = torch.zeros(len(pack.input_ids))
     signs = 1.0 - 2 * (torch.arange(len(own)) % 2)
-    scored[pack.hidden_rows] = own + offset * world.rank * signs
+    scored[pack.hidden_rows] = own + (offset if world.rank else 0.0) * signs  # NaN * 0 is NaN
     pieces = [x[:-1].tolist() for x in scored.split(pack.cu_seqlens.diff().tolist())]
     engine = types.SimpleNamespace(
         score=lambda sequences: pieces, weights=dict, num_engines=world.size, dtype=torch.float32

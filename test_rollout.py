@@ -65,6 +65,7 @@ def engine_of(world, layout, folder):
             dtype=torch.float32,
             max_model_len=128,
             max_num_seqs=64,
+            max_num_batched_tokens=256,
             gpu_memory_utilization=0.2,
             tensor_parallel_size=LAYOUTS[layout][1],
             enforce_eager=True,
@@ -337,6 +338,41 @@ def test_members_of_an_engine_share_its_seed(ranks):
         ("one engine on two ranks", [(42, 0, 1), (42, 0, 1)]),
     ):
         assert ranks[layout](engine_seed, layout, "tiny") == expected
+
+
+def long_prompts(world, layout, name):
+    _, engine = both(world, layout, name)
+    prompts = [data.Prompt(i, [10 + (i * j) % 50 for j in range(1, 101)], "", "") for i in range(1, 9)]
+    answers = sample(engine, prompts, max_tokens=4, ignore_eos=True)
+    return [len(answer.response_ids) for answer in answers]
+
+
+def test_prompts_that_do_not_fit_into_one_batch_of_the_engine_are_answered(ranks):
+    """Eight prompts of 100 tokens, an engine that computes 256 tokens at once. Wrong: a prompt is
+    cut, and the seeded request's generator wound back, which a CPU's cannot: the run dies."""
+    assert ranks["one rank"](long_prompts, "one rank", "tiny") == [[4] * 8]
+
+
+def test_shared_memory_of_a_killed_run_is_not_in_the_way(monkeypatch, tmp_path):
+    """What a run of the same port has left is taken away, that of other runs is not; the port is in
+    the name. Wrong: vLLM's own name, which is that of the ranks alone."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    monkeypatch.setattr(Shared, "make_group_name", staticmethod(Shared.make_group_name))
+    monkeypatch.setenv("VLLM_DIST_IDENT", "//")
+    group = types.SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
+    names = [f"run-{port}--tp:0-[0-1]-cpushm" for port in ("test", "other")]
+    files = [Path("/dev/shm", f"{name}_0") for name in names]
+    try:
+        for file in files:
+            file.touch()
+        for _ in range(2):  # a second engine of one process
+            rollout._name_shared_memory("test")
+            assert Shared.make_group_name(group) == names[0]
+        assert [file.exists() for file in files] == [False, True]
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
 
 
 def ends(world, layout, name, stops, ignore_eos=False):

@@ -32,7 +32,7 @@ COLOURS = 8  # of runs; then they repeat with dashes
 CURVES = {
     "Outcome": [
         ("Score", SCORE, "mean reward without KL; rises"),
-        ("Held-out accuracy", r"val-core/.*", "greedy answers to prompts never trained on; rises"),
+        ("Validation accuracy", r"val-core/.*", "greedy answers to the validation prompts; rises"),
         ("KL to the reference", KL, "nats a token; 0 at the first step, rises slowly"),
         ("Entropy", "actor/entropy", "nats a token; falls, but not to 0"),
         ("Response length", LENGTH, "tokens"),
@@ -54,7 +54,7 @@ CURVES = {
     ],
     "Engine against trainer": [
         ("Log-prob difference, mean", "training/rollout_log_probs_diff/mean",
-         "nats a token; 0.01 to 0.05 in bfloat16, below 1e-3 in float32"),
+         "nats a token; 0.004 to 0.05 in bfloat16, below 1e-3 in float32"),
         ("Log-prob difference, max", "training/rollout_log_probs_diff/max", "the worst token"),
         ("Publish gap", "training/publish_gap", "on a probe batch after a publish"),
     ],
@@ -631,7 +631,7 @@ def tiles(runs: list[Run]) -> str:
         before = [v for v in before if math.isfinite(v)]
         under = f"{percent(statistics.fmean(before))} at the first evaluation" if before else ""
         task = key.split("/", 1)[1].split("/reward/")[0]
-        out += tile(f"Held-out accuracy, {task}", [run.last(key) for run in runs], percent, under)
+        out += tile(f"Validation accuracy, {task}", [run.last(key) for run in runs], percent, under)
     out += tile("Last KL, nats a token", [run.last(KL) for run in runs], number_or_dash)
     out += tile("Time in steps", [run.seconds for run in runs], duration, "set-up not counted")
     return f'<div class="tiles">{out}</div>'
