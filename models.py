@@ -416,7 +416,7 @@ def write_tiny(folder: Path, tied: bool = True, seed: int = 0) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        _save(LlamaForCausalLM(config), folder)
 
 
 def write_smollm2(folder: Path) -> None:
@@ -445,5 +445,12 @@ def write_smollm2(folder: Path) -> None:
         holder.bos_token_id = tokenizer.bos_token_id
         holder.eos_token_id = tokenizer.eos_token_id
         holder.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
+    _save(model, folder)
     tokenizer.save_pretrained(folder)
+
+
+def _save(model: nn.Module, folder: Path) -> None:
+    """On whichever rank: from 5.19 on transformers writes on rank 0 alone, without a word, and the
+    first rank of a second machine has another number and a disk of its own."""
+    model.should_save_on_this_rank = lambda is_main_process: True
+    model.save_pretrained(folder)

@@ -167,6 +167,7 @@ def batch_of(folder, attributes=()):
     for name, value in dict(attributes).items():
         setattr(tokenizer, name, value)
     prompts = data.load_prompts(str(folder / "prompts.jsonl"), tokenizer)
+    prompts[0] = dataclasses.replace(prompts[0], ids=prompts[0].ids[-1:])  # the shortest there is
     generator = torch.Generator().manual_seed(1)
     rollouts = []
     for i, text in enumerate(ANSWERS):

@@ -838,6 +838,18 @@ def test_results_come_back_at_their_own_rows_on_every_rank(ranks):
             assert torch.equal(second, -first) and (first[~mask] == 0).all()
 
 
+def written(world, folder):
+    path = Path(models.resolve_model("tiny", folder / str(world.rank)))
+    return sorted(file.name for file in path.iterdir())
+
+
+def test_every_rank_can_write_a_model_folder(ranks, tmp_path):
+    """The first rank of a second machine writes it to its own disk. Wrong: transformers' own rule,
+    by which rank 0 alone writes config and weights."""
+    first, second = ranks[2](written, tmp_path)
+    assert first == second and {"config.json", "model.safetensors"} <= set(first)
+
+
 def unequal(world):
     config = config_of(dtype="float32", adv_estimator="grpo")
     path = models.resolve_model("tiny-untied" if world.rank else "tiny", CACHE)

@@ -353,26 +353,34 @@ def test_prompts_that_do_not_fit_into_one_batch_of_the_engine_are_answered(ranks
     assert ranks["one rank"](long_prompts, "one rank", "tiny") == [[4] * 8]
 
 
-def test_shared_memory_of_a_killed_run_is_not_in_the_way(monkeypatch, tmp_path):
-    """What a run of the same port has left is taken away, that of other runs is not; the port is in
-    the name. Wrong: vLLM's own name, which is that of the ranks alone."""
+def shared_names(world):
+    """(files of shared memory that are left, names that vLLM would give a group of two ranks)"""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
-    monkeypatch.setattr(Shared, "make_group_name", staticmethod(Shared.make_group_name))
-    monkeypatch.setenv("VLLM_DIST_IDENT", "//")
     group = types.SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
-    names = [f"run-{port}--tp:0-[0-1]-cpushm" for port in ("test", "other")]
-    files = [Path("/dev/shm", f"{name}_0") for name in names]
+    files = [Path("/dev/shm", f"run-{port}--tp:0-[0-1]-cpushm_0") for port in ("test", "other")]
+    before, names = Shared.make_group_name, []
     try:
         for file in files:
             file.touch()
         for _ in range(2):  # a second engine of one process
             rollout._name_shared_memory("test")
-            assert Shared.make_group_name(group) == names[0]
-        assert [file.exists() for file in files] == [False, True]
+            names.append(Shared.make_group_name(group))
+        return [file.name for file in files if file.exists()], names
     finally:
+        Shared.make_group_name = before
         for file in files:
             file.unlink(missing_ok=True)
+
+
+def test_shared_memory_of_a_killed_run_is_not_in_the_way(ranks):
+    """What a run of the same port has left is taken away, that of other runs is not; the port is in
+    the name. Wrong: vLLM's own name, which is that of the ranks alone."""
+    assert ranks["one rank"](long_prompts, "one rank", "tiny")  # an engine: vLLM's environment
+    ((left, names),) = ranks["one rank"](shared_names)
+    assert left == ["run-other--tp:0-[0-1]-cpushm_0"]
+    assert len(set(names)) == 1 and names[0].startswith("run-test-")
+    assert names[0].endswith("-tp:0-[0-1]-cpushm")
 
 
 def ends(world, layout, name, stops, ignore_eos=False):
