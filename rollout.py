@@ -184,7 +184,7 @@ def _start(settings: dict[str, Any]) -> Any:
     threads = torch._inductor.config.compile_threads
     from vllm import LLM
 
-    if not torch.cuda.is_available():
+    if settings["tensor_parallel_size"] > 1 and not torch.cuda.is_available():
         _name_shared_memory(os.environ.get("MASTER_PORT", "none"))
     llm = LLM(**settings)
     # vLLM sets it to 1, at which the trainer's blocks take minutes to compile
@@ -195,8 +195,11 @@ def _start(settings: dict[str, Any]) -> Any:
 def _name_shared_memory(run: str) -> None:
     """vLLM's CPU build names the memory that a tensor-parallel group shares after its ranks alone:
     other runs of this machine, and what a killed one left behind, would be in the way."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
-
+    try:
+        from vllm.distributed.device_communicators import cpu_communicator
+    except ImportError:  # not the build that was tested: its own names will do
+        return
+    Shared = cpu_communicator._CPUSHMDistributed
     for left in Path("/dev/shm").glob(f"run-{run}-*-cpushm_*"):
         left.unlink(missing_ok=True)  # nobody makes one before all ranks have been here
     if not hasattr(Shared, "named_by_vllm"):
